@@ -1,0 +1,224 @@
+"""Weights manifests (R11, V8): what a version directory holds, and how a reader makes sure of it.
+
+A version directory appears complete under its final name or not at all (the trainer renames it into place)::
+
+    <home>/weights/<tenant>/<job>/<incarnation>/v<version:06d>/
+        manifest.json                    this module's WeightsManifest
+        model.safetensors, config.json   format "full": a Hugging Face model directory
+        adapter_model.safetensors, adapter_config.json   format "lora": the PEFT layout
+
+Invariants: every file but the manifest itself is listed with its size and SHA-256; every tensor of the safetensors
+files is listed with its shape and type; a name never leaves the directory.
+
+Not here: reading tensor data (that needs torch or numpy and belongs to trainer and sampler).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from math import prod
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from openrl_common.errors import Rejected
+from openrl_common.records import LoraSpec, Record, WeightsRecord
+
+MANIFEST = "manifest.json"
+FORMATS = ("full", "lora")
+_HEADER_BYTES_MAX = 100 * 1024 * 1024  # the limit of the safetensors format itself
+_BLOCK_BYTES = 4 * 1024 * 1024
+
+DTYPE_BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8,
+    "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
+}  # fmt: skip
+"""Bits of one element, by the safetensors name of the type."""
+
+
+class TensorInfo(Record):
+    """One tensor: ``dtype`` in safetensors words (``F32``, ``BF16`` …), ``bytes`` its size in the file."""
+
+    name: str
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+class FileInfo(Record):
+    sha256: str
+    bytes: int
+
+
+class WeightsManifest(Record):
+    """Contents of ``manifest.json``.
+
+    Attributes:
+        format: ``full`` or ``lora``.
+        parent: the version this one was trained from (0 = the base model as it came).
+        files: every file of the directory but the manifest, by name.
+        lora: the adapter's settings for format ``lora``.
+        seq: the training-log entry (04-R4) that asked for this version.
+    """
+
+    format: str
+    tenant: str
+    job: str
+    incarnation: int
+    version: int
+    parent: int | None
+    files: dict[str, FileInfo]
+    tensors: tuple[TensorInfo, ...]
+    largest_tensor_bytes: int
+    total_bytes: int
+    lora: LoraSpec | None = None
+    base_model: str = ""
+    seq: int = 0
+
+
+def job_directory(home: Path, tenant: str, job: str, incarnation: int) -> Path:
+    return home / "weights" / tenant / job / str(incarnation)
+
+
+def version_directory(home: Path, tenant: str, job: str, incarnation: int, version: int) -> Path:
+    return job_directory(home, tenant, job, incarnation) / f"v{version:06d}"
+
+
+def encode_manifest(manifest: WeightsManifest) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+
+
+def read_manifest(path: Path | str, digest: str | None = None) -> WeightsManifest:
+    """Read ``manifest.json``; with ``digest`` (SHA-256, hexadecimal) the bytes must match it.
+
+    Raises:
+        Rejected: code ``weights-missing`` (no such file), ``weights-digest`` (other bytes than announced) or
+            ``weights-manifest`` (not a manifest, or one that contradicts itself). Names the file.
+    """
+    path = Path(path)
+    try:
+        body = path.read_bytes()
+    except OSError as error:
+        raise Rejected(f"weights manifest {path} cannot be read: {error.strerror}", code="weights-missing") from error
+    found = hashlib.sha256(body).hexdigest()
+    if digest is not None and found != digest:
+        raise Rejected(f"weights manifest {path} has digest {found}, announced was {digest}", code="weights-digest")
+    try:
+        manifest = msgspec.json.decode(body, type=WeightsManifest)
+    except msgspec.DecodeError as error:
+        raise Rejected(f"weights manifest {path} is not usable: {error}", code="weights-manifest") from error
+    problem = _contradiction(manifest)
+    if problem:
+        raise Rejected(f"weights manifest {path} is not usable: {problem}", code="weights-manifest")
+    return manifest
+
+
+def _contradiction(manifest: WeightsManifest) -> str:
+    if manifest.format not in FORMATS:
+        return f"format {manifest.format!r} is not one of {', '.join(FORMATS)}"
+    for name in manifest.files:
+        if PurePosixPath(name).name != name or name in ("", ".", "..", MANIFEST):
+            return f"file name {name!r} is not a plain name inside the version directory"
+    if len({tensor.name for tensor in manifest.tensors}) != len(manifest.tensors):
+        return "two tensors have the same name"
+    for tensor in manifest.tensors:
+        if tensor.file not in manifest.files:
+            return f"tensor {tensor.name!r} is in {tensor.file!r}, which is not listed"
+        if tensor.dtype not in DTYPE_BITS or any(size < 0 for size in tensor.shape):
+            return f"tensor {tensor.name!r} has type {tensor.dtype!r} and shape {tensor.shape}"
+        if prod(tensor.shape) * DTYPE_BITS[tensor.dtype] // 8 != tensor.bytes:
+            return f"tensor {tensor.name!r} {tensor.dtype}{list(tensor.shape)} cannot have {tensor.bytes} bytes"
+    return ""
+
+
+def verify_files(manifest: WeightsManifest, directory: Path | str) -> None:
+    """Check every listed file in ``directory``: size, SHA-256, and tensor names, types and shapes of safetensors files.
+
+    Reads every byte once. Nothing may be applied before this returned (V8).
+
+    Raises:
+        Rejected: ``weights-missing``, ``weights-digest`` or ``weights-manifest``, naming the file and both values.
+    """
+    directory = Path(directory)
+    for name, info in manifest.files.items():
+        path = directory / name
+        try:
+            size = path.stat().st_size
+            found = hash_file(path) if size == info.bytes else ""
+        except OSError as error:
+            raise Rejected(f"weights file {path} cannot be read: {error.strerror}", code="weights-missing") from error
+        if size != info.bytes:
+            raise Rejected(f"weights file {path} has {size} bytes, listed are {info.bytes}", code="weights-digest")
+        if found != info.sha256:
+            raise Rejected(f"weights file {path} has digest {found}, listed is {info.sha256}", code="weights-digest")
+        if name.endswith(".safetensors"):
+            listed = {tensor.name: tensor for tensor in manifest.tensors if tensor.file == name}
+            held = {tensor.name: tensor for tensor in read_tensor_infos(path)}
+            for tensor in sorted(listed.keys() | held.keys()):
+                if listed.get(tensor) != held.get(tensor):
+                    raise Rejected(
+                        f"weights file {path}: tensor {tensor!r} is {_brief(held.get(tensor))},"
+                        f" listed is {_brief(listed.get(tensor))}",
+                        code="weights-manifest",
+                    )
+
+
+def _brief(tensor: TensorInfo | None) -> str:
+    return "absent" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of the file, hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def read_tensor_infos(path: Path) -> list[TensorInfo]:
+    """What the header of a safetensors file lists (format: 8 bytes little-endian length, then JSON).
+
+    Raises:
+        Rejected: ``weights-manifest``, naming the file and what is wrong with it.
+    """
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _HEADER_BYTES_MAX:
+                raise ValueError(f"its header claims {length} bytes")
+            header = json.loads(file.read(length))
+        infos = []
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            start, end = entry["data_offsets"]
+            infos.append(
+                TensorInfo(
+                    name=name, file=path.name, shape=tuple(entry["shape"]), dtype=entry["dtype"], bytes=end - start
+                )
+            )
+        return infos
+    except OSError as error:
+        raise Rejected(f"weights file {path} cannot be read: {error.strerror}", code="weights-missing") from error
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise Rejected(f"weights file {path} is not a safetensors file: {error}", code="weights-manifest") from error
+
+
+def weights_record(manifest: WeightsManifest, directory: Path, digest: str) -> WeightsRecord:
+    """The announcement of a version: what goes into openrl_weights and WeightsReady."""
+    return WeightsRecord(
+        tenant=manifest.tenant,
+        job=manifest.job,
+        incarnation=manifest.incarnation,
+        version=manifest.version,
+        parent=manifest.parent,
+        format=manifest.format,
+        manifest=str(directory / MANIFEST),
+        digest=digest,
+        total_bytes=manifest.total_bytes,
+        largest_tensor_bytes=manifest.largest_tensor_bytes,
+    )
