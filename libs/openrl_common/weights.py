@@ -38,7 +38,7 @@ DTYPE_BITS = {
 """Bits of one element, by the safetensors name of the type."""
 
 
-class TensorInfo(Record):
+class TensorInfo(Record, frozen=True, kw_only=True):
     """One tensor: ``dtype`` in safetensors words (``F32``, ``BF16`` …), ``bytes`` its size in the file."""
 
     name: str
@@ -48,12 +48,12 @@ class TensorInfo(Record):
     bytes: int
 
 
-class FileInfo(Record):
+class FileInfo(Record, frozen=True, kw_only=True):
     sha256: str
     bytes: int
 
 
-class WeightsManifest(Record):
+class WeightsManifest(Record, frozen=True, kw_only=True):
     """Contents of ``manifest.json``.
 
     Attributes:

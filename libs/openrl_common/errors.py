@@ -1,0 +1,49 @@
+"""The error tree of OpenRL. The class says who must react; the consume loop maps it to ack, nak or term.
+
+    OpenRLError
+     ├─ Transient     try again later: the message is nak'ed with a delay (network, timeout, a busy peer)
+     │   ├─ Conflict      a compare-and-swap lost: read again, decide again
+     │   └─ Unreachable   no server answered before the deadline
+     ├─ Rejected      the answer is no: the message is acknowledged, the requester is told (never retried)
+     ├─ Poison        the message can never be handled: it is terminated and copied to the dead letters
+     └─ Bug           an invariant broke: the process must stop, a restart re-derives its state
+"""
+
+from __future__ import annotations
+
+
+class OpenRLError(Exception):
+    """Base of every error that OpenRL raises on purpose. The message is one line: what, which value, what to do."""
+
+
+class Transient(OpenRLError):
+    """Retry later; nothing is known to be wrong with the input."""
+
+
+class Conflict(Transient):
+    """A compare-and-swap lost against another writer."""
+
+
+class Unreachable(Transient):
+    """No server answered before the deadline. The outcome of a write that raised this is unknown."""
+
+
+class Rejected(OpenRLError):
+    """A definite no, with a machine-readable code beside the sentence.
+
+    Args:
+        message: one line for a person: what, which value, what to do.
+        code: one of the documented codes (for example ``unknown-loss``), stable across releases.
+    """
+
+    def __init__(self, message: str, *, code: str = "rejected") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Poison(OpenRLError):
+    """The message itself is unusable (not decodable, impossible fields)."""
+
+
+class Bug(OpenRLError):
+    """An invariant of the program does not hold. Never caught below ``main``."""

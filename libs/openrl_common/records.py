@@ -1,0 +1,433 @@
+"""What the KV buckets hold (rule E4: one writer each). KV is the truth, events are hints.
+
+All times are Unix seconds (float), all sizes bytes, unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Role(StrEnum):
+    TRAINER = "trainer"
+    SAMPLER = "sampler"
+
+
+class JobKind(StrEnum):
+    FFT = "fft"
+    LORA = "lora"
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of every stored value: immutable, named fields; unknown fields of a newer writer are ignored (E2)."""
+
+
+# --- what a client asks for -------------------------------------------------------------------------------------
+
+
+class LoraSpec(Record, forbid_unknown_fields=True):
+    """LoRA settings of one job. ``target_modules`` empty means every linear layer but the head."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target_modules: tuple[str, ...] = ()
+
+
+class Overrides(Record, forbid_unknown_fields=True):
+    """Per-job overrides of the estimator (M2), GiB. None keeps the formula."""
+
+    trainer_device_gib: float | None = None
+    sampler_device_gib: float | None = None
+    trainer_host_gib: float | None = None
+    sampler_host_gib: float | None = None
+
+
+class JobSpec(Record, forbid_unknown_fields=True):
+    """A job as the client submits it. Unknown fields are refused: a typo must not be ignored.
+
+    Attributes:
+        name: unique among the tenant's running jobs.
+        base_model: path of a Hugging Face model directory that the workers can read.
+        dtype: ``auto`` (bfloat16 on GPUs, float32 on CPUs), ``float32`` or ``bfloat16``.
+        exclusive: None keeps the default (P7: LoRA runtimes exclusive, FFT workers not).
+        priority: higher goes first in the waiting line (W1).
+    """
+
+    name: str
+    kind: JobKind
+    base_model: str
+    lora: LoraSpec | None = None
+    seed: int = 0
+    dtype: str = "auto"
+    exclusive: bool | None = None
+    priority: int = 0
+    tags: dict[str, str] = {}
+    overrides: Overrides = Overrides()
+    engine: str = "auto"
+    max_model_len: int = 0
+    """Longest sequence in tokens, prompt and completion; 0 = what the model's config allows."""
+
+
+# --- placement's buckets: openrl_jobs, openrl_workloads ---------------------------------------------------------
+
+
+class JobPhase(StrEnum):
+    ADMITTED = "Admitted"
+    READY = "Ready"
+    FINISHING = "Finishing"
+    FINISHED = "Finished"
+    FAILED = "Failed"
+    CANCELLED = "Cancelled"
+
+    @property
+    def ended(self) -> bool:
+        return self in (JobPhase.FINISHED, JobPhase.FAILED, JobPhase.CANCELLED)
+
+
+class JobRecord(Record):
+    """Key ``<tenant>.<job>`` in openrl_jobs.
+
+    Attributes:
+        incarnation: stream sequence of this JobSubmitted; a job resubmitted under its old name has a higher one.
+        submission: the client's unique id of the submission; tells a duplicate delivery from a second job.
+        runtime: sampler subject owner (the job for FFT, the LoRA runtime otherwise); its tenant is ``runtime_tenant``.
+        outcome: how it is to end once its workloads are gone (phase FINISHING).
+    """
+
+    tenant: str
+    job: str
+    submission: str
+    incarnation: int
+    spec: JobSpec
+    phase: JobPhase
+    runtime_tenant: str
+    runtime: str
+    trainer: str
+    sampler: str
+    submitted_at: float
+    reason: str = ""
+    message: str = ""
+    outcome: JobPhase | None = None
+    ready_at: float | None = None
+    ended_at: float | None = None
+
+
+class WorkloadPhase(StrEnum):
+    """W6: a closed list."""
+
+    SUBMITTED = "Submitted"
+    PENDING = "Pending"
+    PLACED = "Placed"
+    STARTING = "Starting"
+    READY = "Ready"
+    RELEASING = "Releasing"
+    FINISHED = "Finished"
+    FAILED = "Failed"
+
+
+class Reason(StrEnum):
+    """W4: why a workload waits; a closed list, in order of precedence."""
+
+    IMPOSSIBLE = "Impossible"
+    ROLE_NOT_ACCEPTED = "RoleNotAccepted"
+    WAITING_FOR_PREDECESSOR = "WaitingForPredecessor"
+    WAITING_FOR_SEAT = "WaitingForSeat"
+    WAITING_FOR_HOST_MEMORY = "WaitingForHostMemory"
+    WAITING_FOR_DEVICE = "WaitingForDevice"
+    UNSCHEDULABLE = "Unschedulable"
+    RETRYING = "Retrying"
+
+
+class Shape(Record):
+    """What one workload needs of a claim (estimator, M2)."""
+
+    role: Role
+    device_bytes: int
+    device_count: int = 1
+    host_bytes: int = 0
+    exclusive: bool = False
+
+
+class Wait(Record):
+    """One finished or standing wait of a workload, for ``explain`` and the report."""
+
+    reason: Reason
+    message: str
+    since: float
+    until: float | None = None
+
+
+class Avoid(Record):
+    """P13: a node or claim that failed this workload, until ``until``."""
+
+    node: str = ""
+    claim: str = ""
+    until: float = 0.0
+    why: str = ""
+
+
+class WorkloadRecord(Record):
+    """Key ``<workload>`` in openrl_workloads.
+
+    Attributes:
+        owner: fairness unit: ``<tenant>/<job>`` for FFT, the runtime id for LoRA.
+        jobs: ``<tenant>.<job>`` keys served (one for FFT).
+        attempt: counts SeatRequested, so that each has its own deterministic message id.
+        assignment/claim/node: the booking last heard of; the ledger is the truth.
+        waits: last 32 waits, the standing one last.
+        estimate: every figure of the estimator in GiB, for ``explain``.
+    """
+
+    workload: str
+    tenant: str
+    owner: str
+    owner_name: str
+    kind: JobKind
+    jobs: tuple[str, ...]
+    incarnation: int
+    shape: Shape
+    base_model: str
+    phase: WorkloadPhase
+    submitted_at: float
+    dtype: str = "auto"
+    engine: str = "auto"
+    seed: int = 0
+    max_rank: int = 0
+    max_model_len: int = 0
+    priority: int = 0
+    attempt: int = 0
+    reason: Reason | None = None
+    message: str = ""
+    since: float | None = None
+    deadline: float | None = None
+    assignment: str = ""
+    claim: str = ""
+    node: str = ""
+    waits: tuple[Wait, ...] = ()
+    avoid: tuple[Avoid, ...] = ()
+    estimate: dict[str, float] = {}
+    placed_at: float | None = None
+    ready_at: float | None = None
+    ended_at: float | None = None
+
+
+# --- the ledger's bucket: openrl_ledger (02-L1) -----------------------------------------------------------------
+
+
+class SeatState(StrEnum):
+    EMPTY = "empty"
+    HELD = "held"
+    RELEASING = "releasing"
+
+
+class SeatRecord(Record):
+    """Key ``seat.<workload>``. ``closed``: the highest incarnation that may never book again."""
+
+    state: SeatState = SeatState.EMPTY
+    incarnation: int = 0
+    assignment: str = ""
+    claim: str = ""
+    closed: int = 0
+
+
+class ClaimState(StrEnum):
+    PENDING = "pending"
+    ALLOCATED = "allocated"
+    RETIRING = "retiring"
+    GONE = "gone"
+    QUARANTINED = "quarantined"
+
+
+class Tier(Record):
+    """One acceptable device shape of a claim (P9): floor in exact bytes, ceiling in whole GiB."""
+
+    count: int
+    floor_bytes: int
+    ceiling_gib: int
+
+
+class ClaimEntry(Record):
+    """One seat (or reservation) on a claim."""
+
+    workload: str
+    tenant: str
+    owner: str
+    role: Role
+    device_bytes: int
+    host_bytes: int
+    exclusive: bool
+    incarnation: int
+    reserved_at: float
+
+
+class ClaimRecord(Record):
+    """Key ``claim.<id>``. ``entries`` is keyed by assignment id.
+
+    ``order`` is the founder's place in the waiting line (priority descending, then incarnation): the local launcher
+    serves pending claims in that order (W1).
+    """
+
+    state: ClaimState
+    tiers: tuple[Tier, ...] = ()
+    node: str = ""
+    devices: tuple[str, ...] = ()
+    device_bytes: int = 0
+    entries: dict[str, ClaimEntry] = {}
+    founded_at: float = 0.0
+    order: tuple[int, int] = (0, 0)
+    limit: int = 0
+    seats_peak: int = 0
+
+
+class NodeEntry(Record):
+    workload: str
+    claim: str
+    host_bytes: int
+
+
+class NodeBudget(Record):
+    """Key ``node.<node>`` in openrl_ledger: host memory reserved per assignment (P6)."""
+
+    entries: dict[str, NodeEntry] = {}
+
+
+# --- the launcher's buckets: openrl_nodes, openrl_claims, openrl_workers -----------------------------------------
+
+
+class Device(Record):
+    device: str
+    memory_bytes: int
+    model: str = ""
+
+
+class NodeRecord(Record):
+    """Key ``<node>`` in openrl_nodes. ``host_allocatable_bytes`` 0 = unknown (P6 then skips the check and says so).
+
+    ``roles`` empty = both roles (P1). ``beat`` rises with every heartbeat (B5).
+    """
+
+    node: str
+    devices: tuple[Device, ...]
+    host_allocatable_bytes: int = 0
+    host_reserved_bytes: int = 0
+    roles: tuple[Role, ...] = ()
+    enabled: bool = True
+    complete: bool = True
+    declared: bool = False
+    beat: int = 0
+    suspect: bool = False
+    lost: bool = False
+
+
+class CutState(StrEnum):
+    ALLOCATED = "allocated"
+    REFUSED = "refused"
+    FREED = "freed"
+    QUARANTINED = "quarantined"
+
+
+class CutRecord(Record):
+    """Key ``claim.<id>`` in openrl_claims: what the backend says of a claim. ``freed`` is final."""
+
+    state: CutState
+    node: str = ""
+    devices: tuple[str, ...] = ()
+    device_bytes: int = 0
+    tier: str = ""
+    why: str = ""
+
+
+class DeviceHold(Record):
+    """Key ``dev.<node>.<device>`` in openrl_claims (B8): the one claim this device is cut for, empty when free."""
+
+    claim: str = ""
+
+
+class WorkerState(StrEnum):
+    RUNNING = "running"
+    EXITED = "exited"
+    BACKING_OFF = "backing-off"
+    STOPPING = "stopping"
+    GONE = "gone"
+
+
+class WorkerRecord(Record):
+    """Key ``<assignment>`` in openrl_workers. ``started_at`` is the kernel's process start time (pid reuse)."""
+
+    assignment: str
+    workload: str
+    tenant: str
+    claim: str
+    node: str
+    state: WorkerState
+    pid: int = 0
+    started_at: float = 0.0
+    launched_at: float = 0.0
+    log_path: str = ""
+    restarts: int = 0
+    exit_code: int | None = None
+    why: str = ""
+
+
+# --- shared buckets: openrl_leases, openrl_ready -----------------------------------------------------------------
+
+
+class LeaseState(StrEnum):
+    STARTING = "starting"
+    LIVE = "live"
+    TOMBSTONE = "tombstone"
+
+
+class LeaseRecord(Record):
+    """Key ``lease.<assignment>`` in openrl_leases (B7). ``found``: what a fence replaced (none, starting, live, lapsed)."""
+
+    state: LeaseState
+    holder: str = ""
+    renewals: int = 0
+    found: str = ""
+    why: str = ""
+
+
+class Phase(Record):
+    """One stamped phase of a worker's start: UTC start and monotonic duration, seconds."""
+
+    name: str
+    started_at: float
+    seconds: float
+    detail: str = ""
+
+
+class ReadyRecord(Record):
+    """Key ``<assignment>`` in openrl_ready, written by the worker itself."""
+
+    assignment: str
+    workload: str
+    ready: bool
+    phases: tuple[Phase, ...] = ()
+    process_started_at: float = 0.0
+    ready_at: float | None = None
+    detail: dict[str, str] = {}
+
+
+# --- the trainer's buckets: openrl_weights, openrl_results --------------------------------------------------------
+
+
+class WeightsRecord(Record):
+    """Key ``<tenant>.<job>`` in openrl_weights: the newest published version, so that a restarted sampler finds it.
+
+    ``format`` is ``full`` or ``lora``; ``manifest`` the path of manifest.json, ``digest`` its SHA-256.
+    """
+
+    tenant: str
+    job: str
+    incarnation: int
+    version: int
+    parent: int | None
+    format: str
+    manifest: str
+    digest: str
+    total_bytes: int
+    largest_tensor_bytes: int
