@@ -3,6 +3,7 @@
     OpenRLError
      ├─ Transient     try again later: the message is nak'ed with a delay (network, timeout, a busy peer)
      │   ├─ Conflict      a compare-and-swap lost: read again, decide again
+     │   │   └─ UnknownOutcome  it lost, but an earlier try of this very write may have landed in between
      │   └─ Unreachable   no server answered before the deadline
      ├─ Rejected      the answer is no: the message is acknowledged, the requester is told (never retried)
      ├─ Poison        the message can never be handled: it is terminated and copied to the dead letters
@@ -22,6 +23,13 @@ class Transient(OpenRLError):
 
 class Conflict(Transient):
     """A compare-and-swap lost against another writer."""
+
+
+class UnknownOutcome(Conflict):
+    """Another value stands there now, and an earlier try that timed out may have landed before it (E7, E8).
+
+    What the write meant to add may be part of the present value: read again and look.
+    """
 
 
 class Unreachable(Transient):

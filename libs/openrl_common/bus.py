@@ -1,0 +1,634 @@
+"""The bus: publish, consume, tail, request and serve over NATS JetStream.
+
+Invariants: a published event carries a deterministic id, so publishing it twice stores it once within the window, and
+handlers are idempotent beyond it (E6); a try that timed out is repeated under the same id until it is known to be
+stored (E7); the error class of a handler decides between ack, nak and dead letter in one place, ``_settle``;
+every await on the network has a deadline (E16). ``nats`` is imported only here and in ``store`` and ``pull``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import random
+import time
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import nats
+import nats.errors
+import nats.js.errors
+from nats.js import api
+
+from openrl_common import streams
+from openrl_common.errors import Bug, OpenRLError, Poison, Rejected, Transient, Unreachable
+from openrl_common.events import EVENT_DECODER, AnyEvent, Event
+from openrl_common.pull import NETWORK_ERRORS, Lost, Puller
+from openrl_common.store import Store
+from openrl_common.telemetry import extract_context, inject_context, tracer
+from openrl_common.wire import PayloadRef
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+
+log = logging.getLogger(__name__)
+_TRACER = tracer(__name__)
+
+T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
+
+_TRY_S = 2.0
+_NAK_DELAYS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
+_TRANSIENT_DELIVERIES_MAX = 1_000
+_SERVE_CONCURRENCY = 32
+_TAIL_BATCH = 64
+_DRAIN_S = 5.0
+_ERROR_CODE = "openrl-error"
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One message as a handler sees it. ``sequence`` is its place in the stream; ``deliveries`` counts from 1."""
+
+    subject: str
+    body: bytes
+    headers: dict[str, str]
+    sequence: int
+    deliveries: int
+    published_at: float
+    message: Msg
+
+    def event(self) -> AnyEvent:
+        """Decode the body. Raises Poison when it is not an event of a known type."""
+        try:
+            return EVENT_DECODER.decode(self.body)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise Poison(f"message {self.sequence} on {self.subject} is not an event: {error}") from error
+
+    async def in_progress(self) -> None:
+        """Tell the server that the handler still works, so that the message is not delivered again."""
+        with contextlib.suppress(*NETWORK_ERRORS):
+            await self.message.in_progress()
+
+
+Handler = Callable[[Delivery], Awaitable[None]]
+
+
+def _delivery(message: Msg) -> Delivery:
+    metadata = message.metadata
+    return Delivery(
+        subject=message.subject,
+        body=message.data,
+        headers=dict(message.headers or {}),
+        sequence=metadata.sequence.stream,
+        deliveries=metadata.num_delivered,
+        published_at=metadata.timestamp.timestamp(),
+        message=message,
+    )
+
+
+class Bus:
+    """A connection with the habits above. Make it with ``connect``, end it with ``close``."""
+
+    def __init__(self, connection: Client, name: str) -> None:
+        self._connection = connection
+        self._name = name
+        self.jetstream = connection.jetstream(timeout=_TRY_S)
+        self.store = Store(self)
+        self.stopping = asyncio.Event()
+        self.reconnects = 0
+        self._pullers: weakref.WeakSet[Puller] = weakref.WeakSet()
+        self._subscriptions: list[Any] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- life cycle --------------------------------------------------------------------------------------------
+
+    @classmethod
+    async def connect(cls, url: str, *, name: str, deadline_s: float = 10.0) -> Bus:
+        """Connect, and reconnect for ever afterwards.
+
+        Raises:
+            Unreachable: no NATS server answered at ``url`` within ``deadline_s``.
+        """
+        holder: list[Bus] = []
+
+        async def on_reconnect() -> None:
+            if holder:
+                holder[0]._on_reconnect()
+
+        async def on_error(error: Exception) -> None:
+            log.debug("nats error: %r", error)
+
+        async def on_disconnect() -> None:
+            log.warning("nats connection lost, reconnecting url=%s", url)
+
+        connection = nats.NATS()  # type: ignore[attr-defined]
+        try:
+            await asyncio.wait_for(
+                connection.connect(
+                    servers=[url],
+                    name=name,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=0.2,
+                    connect_timeout=2,
+                    ping_interval=10,
+                    max_outstanding_pings=2,
+                    drain_timeout=_DRAIN_S,
+                    pending_size=64 << 20,
+                    error_cb=on_error,
+                    disconnected_cb=on_disconnect,
+                    reconnected_cb=on_reconnect,
+                ),
+                deadline_s,
+            )
+        except (*NETWORK_ERRORS, nats.errors.Error, OSError, ValueError) as error:
+            with contextlib.suppress(Exception):
+                await connection.close()
+            raise Unreachable(
+                f"no NATS server answered at {url} within {deadline_s:g} s: start one with `openrl up`, "
+                "or name another with --nats-url or OPEN_RL_NATS_URL"
+            ) from error
+        bus = cls(connection, name)
+        holder.append(bus)
+        return bus
+
+    @property
+    def connected(self) -> bool:
+        return bool(self._connection.is_connected)
+
+    def _on_reconnect(self) -> None:
+        self.reconnects += 1
+        log.info("nats connection is back")
+        for puller in list(self._pullers):
+            puller.interrupt()
+
+    async def close(self) -> None:
+        """Stop serving, flush what was published, close (E17). Consumers end by cancelling their tasks before."""
+        self.stopping.set()
+        for subscription in self._subscriptions:
+            with contextlib.suppress(*NETWORK_ERRORS, nats.errors.Error):
+                await subscription.unsubscribe()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(*NETWORK_ERRORS, nats.errors.Error):
+            if self.connected:
+                await asyncio.wait_for(self._connection.flush(), 2.0)
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self._connection.close(), _DRAIN_S)
+
+    async def ensure_topology(
+        self,
+        stream_configs: tuple[streams.StreamConfig, ...],
+        bucket_configs: tuple[streams.BucketConfig, ...],
+        *,
+        replicas: int,
+    ) -> None:
+        """Create or update streams, buckets and the payload store; see ``streams.ensure``."""
+        for config in stream_configs:
+            await self._ensure_stream(
+                api.StreamConfig(
+                    name=config.name,
+                    subjects=list(config.subjects),
+                    retention=api.RetentionPolicy.WORK_QUEUE if config.work_queue else api.RetentionPolicy.LIMITS,
+                    discard=api.DiscardPolicy.OLD,
+                    max_age=config.max_age_s,
+                    max_bytes=config.max_bytes,
+                    duplicate_window=config.duplicate_window_s,
+                    num_replicas=replicas,
+                    allow_direct=True,
+                    allow_msg_ttl=config.message_ttl or None,
+                )
+            )
+        for bucket in bucket_configs:
+            await self._ensure_stream(
+                api.StreamConfig(
+                    name=f"KV_{bucket.name}",
+                    subjects=[f"$KV.{bucket.name}.>"],
+                    max_msgs_per_subject=1,
+                    max_age=bucket.max_age_s,
+                    discard=api.DiscardPolicy.NEW,
+                    deny_delete=True,
+                    allow_rollup_hdrs=True,
+                    allow_direct=True,
+                    num_replicas=replicas,
+                )
+            )
+        try:
+            await self.jetstream.object_store(streams.PAYLOADS)
+        except nats.js.errors.NotFoundError:
+            await self.jetstream.create_object_store(
+                streams.PAYLOADS,
+                config=api.ObjectStoreConfig(
+                    bucket=streams.PAYLOADS, ttl=int(streams.PAYLOADS_MAX_AGE_S), replicas=replicas
+                ),
+            )
+
+    async def _ensure_stream(self, config: api.StreamConfig) -> None:
+        deadline = time.monotonic() + 20.0
+        while True:
+            try:
+                try:
+                    await self.jetstream.add_stream(config)
+                except nats.js.errors.BadRequestError as error:
+                    if error.err_code != 10058:  # name in use with another configuration: bring it up to date
+                        raise
+                    await self.jetstream.update_stream(config)
+                return
+            except NETWORK_ERRORS as error:
+                if time.monotonic() > deadline:
+                    raise Unreachable(
+                        f"JetStream does not answer (stream {config.name}): is it enabled on the NATS server?"
+                    ) from error
+                await asyncio.sleep(0.2)
+
+    # --- publishing --------------------------------------------------------------------------------------------
+
+    async def publish(self, event: Event, *, deadline_s: float = 20.0) -> None:
+        """Publish an event under its deterministic id.
+
+        Raises:
+            Unreachable: not known to be stored within ``deadline_s`` (it may be); publishing again is safe.
+            Transient: the server refused it (disk full, limits).
+        """
+        await self.publish_raw(
+            event.subject,
+            msgspec.json.encode(event),
+            message_id=event.message_id,
+            headers={
+                "ce-specversion": "1.0",
+                "ce-type": str(event.__struct_config__.tag),
+                "ce-source": f"openrl/{event.SOURCE}",
+                "ce-time": _rfc3339(time.time()),
+            },
+            deadline_s=deadline_s,
+        )
+
+    async def publish_raw(
+        self,
+        subject: str,
+        body: bytes,
+        *,
+        message_id: str,
+        headers: dict[str, str] | None = None,
+        ttl_s: float | None = None,
+        deadline_s: float = 20.0,
+    ) -> int:
+        """Store a message in the stream of ``subject``; return its stream sequence. Errors as ``publish``."""
+        all_headers = {"ce-id": message_id, "Nats-Msg-Id": message_id, **(headers or {})}
+        inject_context(all_headers)
+        deadline = time.monotonic() + deadline_s
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                ack = await self.jetstream.publish(
+                    subject,
+                    body,
+                    timeout=max(0.1, min(_TRY_S, deadline - time.monotonic())),
+                    headers=dict(all_headers),
+                    msg_ttl=None if ttl_s is None else max(1, round(ttl_s)),
+                )
+                return ack.seq
+            except NETWORK_ERRORS as error:
+                if time.monotonic() >= deadline:
+                    raise Unreachable(
+                        f"NATS did not confirm a message on {subject} within {deadline_s:g} s: it may still arrive"
+                    ) from error
+                await asyncio.sleep(random.uniform(0.5, 1.0) * min(0.1 * 2**tries, 1.0))
+            except nats.js.errors.APIError as error:
+                raise Transient(
+                    f"NATS refused a message on {subject} ({error.description}): look at disk space and the "
+                    "JetStream limits"
+                ) from error
+            except nats.errors.MaxPayloadError as error:
+                raise Rejected(
+                    f"a message of {len(body)} bytes on {subject} is larger than the NATS server takes", code="too-large"
+                ) from error
+
+    async def send(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> None:
+        """Core NATS, at most once: answers to inboxes, whose loss the asker's own retry covers."""
+        with contextlib.suppress(*NETWORK_ERRORS):
+            await self._connection.publish(subject, body, headers=headers)
+
+    async def put_payload(self, body: bytes) -> tuple[str, str]:
+        """Store a large body (R7); return its object name and SHA-256. The same body is stored once."""
+        digest = hashlib.sha256(body).hexdigest()
+        store = await self.jetstream.object_store(streams.PAYLOADS)
+        try:
+            await store.get_info(digest)
+        except nats.js.errors.NotFoundError:
+            await store.put(digest, body)
+        return digest, digest
+
+    async def get_payload(self, reference: PayloadRef) -> bytes:
+        """Fetch and verify a large body. Raises Rejected (code ``payload-lost``) when it is gone or damaged."""
+        try:
+            store = await self.jetstream.object_store(streams.PAYLOADS)
+            body = (await store.get(reference.object_name)).data or b""
+        except nats.js.errors.NotFoundError as error:
+            raise Rejected(f"payload {reference.object_name} is not in the store: send it again", code="payload-lost") from error
+        except nats.js.errors.DigestMismatchError as error:
+            raise Rejected(f"payload {reference.object_name} is damaged: send it again", code="payload-lost") from error
+        if hashlib.sha256(body).hexdigest() != reference.digest:
+            raise Rejected(f"payload {reference.object_name} has another digest than announced", code="payload-lost")
+        return body
+
+    # --- consuming ---------------------------------------------------------------------------------------------
+
+    def new_puller(
+        self, stream: str, ensure: Callable[[], Awaitable[str]], *, capacity: int, ordered: bool = False
+    ) -> Puller:
+        puller = Puller(self._connection, stream, ensure, capacity=capacity, ordered=ordered)
+        self._pullers.add(puller)
+        return puller
+
+    def forget_puller(self, puller: Puller) -> None:
+        self._pullers.discard(puller)
+
+    async def consume(
+        self,
+        *,
+        stream: str,
+        durable: str,
+        subjects: list[str],
+        handler: Handler,
+        concurrency: int = 1,
+        ack_wait_s: float = 30.0,
+        max_deliver: int = 20,
+        bound: asyncio.Event | None = None,
+        from_now: bool = False,
+    ) -> None:
+        """Handle messages of a durable consumer until cancelled or ``stopping`` is set.
+
+        With ``concurrency`` 1 the stream's order is the handling order (redeliveries aside). A message whose handler
+        keeps failing goes to the dead letters after ``max_deliver`` deliveries (Transient errors: 1,000). A Bug is raised.
+
+        Args:
+            bound: set once the consumer exists, for readiness.
+            from_now: a new durable starts behind what the stream holds already.
+        """
+
+        async def ensure() -> str:
+            config = api.ConsumerConfig(
+                durable_name=durable,
+                filter_subjects=subjects if len(subjects) > 1 else None,
+                filter_subject=subjects[0] if len(subjects) == 1 else None,
+                ack_policy=api.AckPolicy.EXPLICIT,
+                ack_wait=ack_wait_s,
+                max_deliver=-1,  # the limit is kept here, where the error class is known
+                max_ack_pending=max(4 * concurrency, 256) if concurrency > 1 else 1,
+                deliver_policy=api.DeliverPolicy.NEW if from_now else api.DeliverPolicy.ALL,
+            )
+            try:
+                await self.jetstream.add_consumer(stream, config=config)
+            except nats.js.errors.BadRequestError as error:
+                if error.err_code != 10012:  # deliver policy cannot be updated: the durable exists, use it
+                    raise
+            if bound is not None:
+                bound.set()
+            return durable
+
+        puller = self.new_puller(stream, ensure, capacity=2 * concurrency if concurrency > 1 else 1)
+        await puller.start()
+        slots = asyncio.Semaphore(concurrency)
+
+        async def run(message: Msg) -> None:
+            try:
+                await self._handle(message, handler, stream, durable, max_deliver)
+            finally:
+                puller.done()
+                slots.release()
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                stop = tasks.create_task(self._stop_on(self.stopping))
+                try:
+                    while not self.stopping.is_set():
+                        await slots.acquire()
+                        taking = asyncio.ensure_future(puller.next())
+                        await asyncio.wait({taking, stop}, return_when=asyncio.FIRST_COMPLETED)
+                        if not taking.done():
+                            taking.cancel()
+                            slots.release()
+                            break
+                        if concurrency == 1:
+                            await run(taking.result())
+                        else:
+                            tasks.create_task(run(taking.result()))
+                finally:
+                    stop.cancel()
+        finally:
+            self.forget_puller(puller)
+            for message in await puller.stop():
+                with contextlib.suppress(*NETWORK_ERRORS, nats.errors.Error):
+                    await message.nak()
+
+    @staticmethod
+    async def _stop_on(event: asyncio.Event) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await event.wait()
+
+    async def _handle(self, message: Msg, handler: Handler, stream: str, durable: str, max_deliver: int) -> None:
+        delivery = _delivery(message)
+        error: BaseException | None = None
+        started = time.monotonic()
+        if delivery.deliveries <= _TRANSIENT_DELIVERIES_MAX:
+            try:
+                with _TRACER.start_as_current_span(
+                    f"process {delivery.subject.rsplit('.', 1)[-1]}", context=extract_context(delivery.headers)
+                ):
+                    await handler(delivery)
+            except asyncio.CancelledError:
+                with contextlib.suppress(*NETWORK_ERRORS, nats.errors.Error):
+                    await message.nak()
+                raise
+            except Bug:
+                raise
+            except Exception as caught:
+                error = caught
+        else:
+            error = Poison("too many deliveries: the handler never finished")
+        await self._settle(delivery, error, stream, durable, max_deliver)
+        log.debug(
+            "handled subject=%s sequence=%d deliveries=%d seconds=%.4f error=%r",
+            delivery.subject, delivery.sequence, delivery.deliveries, time.monotonic() - started, error,
+        )  # fmt: skip
+
+    async def _settle(
+        self, delivery: Delivery, error: BaseException | None, stream: str, durable: str, max_deliver: int
+    ) -> None:
+        """Error class → what becomes of the message. The only place that decides it."""
+        message = delivery.message
+        with contextlib.suppress(*NETWORK_ERRORS, nats.errors.Error):
+            if error is None:
+                await message.ack()
+                return
+            if isinstance(error, Rejected):
+                log.info("rejected subject=%s: %s", delivery.subject, error)
+                await message.ack()
+                return
+            limit = _TRANSIENT_DELIVERIES_MAX if isinstance(error, Transient) else max_deliver
+            if isinstance(error, Poison) or delivery.deliveries >= limit:
+                log.error("dead letter subject=%s sequence=%d: %s", delivery.subject, delivery.sequence, error)
+                await self._bury(delivery, error, stream, durable)
+                await message.term()
+                return
+            if not isinstance(error, OpenRLError):
+                log.error("handler failed subject=%s sequence=%d", delivery.subject, delivery.sequence, exc_info=error)
+            await message.nak(delay=_NAK_DELAYS_S[min(delivery.deliveries, len(_NAK_DELAYS_S)) - 1])
+
+    async def _bury(self, delivery: Delivery, error: BaseException, stream: str, durable: str) -> None:
+        headers = {key: value for key, value in delivery.headers.items() if not key.startswith("Nats-")}
+        headers |= {
+            "openrl-dlq-subject": delivery.subject,
+            "openrl-dlq-stream": stream,
+            "openrl-dlq-sequence": str(delivery.sequence),
+            "openrl-dlq-consumer": durable,
+            "openrl-dlq-deliveries": str(delivery.deliveries),
+            "openrl-dlq-error": f"{type(error).__name__}: {error}".replace("\n", " ").replace("\r", " ")[:500],
+        }
+        await self.publish_raw(
+            f"openrl.dlq.{stream}.{durable}",
+            delivery.body,
+            message_id=f"dlq:{stream}:{durable}:{delivery.sequence}",
+            headers=headers,
+        )
+
+    async def tail(
+        self, *, stream: str, subject: str, start_sequence: int = 1, from_now: bool = False
+    ) -> AsyncIterator[Delivery]:
+        """Every message of ``subject`` in stream order from ``start_sequence``, then live, across reconnects.
+
+        No acks: the reader keeps its own position. Each message is yielded exactly once.
+        """
+        position = start_sequence
+        while not self.stopping.is_set():
+            policy = api.DeliverPolicy.NEW if from_now and position <= 1 else api.DeliverPolicy.BY_START_SEQUENCE
+            start = position
+
+            async def ensure(policy: api.DeliverPolicy = policy, start: int = start) -> str:
+                config = api.ConsumerConfig(
+                    deliver_policy=policy,
+                    opt_start_seq=start if policy is api.DeliverPolicy.BY_START_SEQUENCE else None,
+                    ack_policy=api.AckPolicy.NONE,
+                    filter_subject=subject,
+                    inactive_threshold=60.0,
+                    mem_storage=True,
+                    num_replicas=1,
+                )
+                return str((await self.jetstream.add_consumer(stream, config=config)).name)
+
+            puller = self.new_puller(stream, ensure, capacity=_TAIL_BATCH, ordered=True)
+            try:
+                await puller.start()
+                while True:
+                    message = await puller.next()
+                    puller.done()
+                    delivery = _delivery(message)
+                    if delivery.sequence < position:
+                        continue
+                    position = delivery.sequence + 1
+                    yield delivery
+            except (Lost, nats.js.errors.APIError, *NETWORK_ERRORS) as error:
+                log.debug("tail of %s starts again at %d (%r)", subject, position, error)
+                await asyncio.sleep(random.uniform(0.05, 0.2))
+            finally:
+                self.forget_puller(puller)
+                await puller.stop()
+
+    # --- request and reply -------------------------------------------------------------------------------------
+
+    def new_inbox(self) -> str:
+        return str(self._connection.new_inbox())
+
+    async def subscribe(
+        self, subject: str, callback: Callable[[bytes, dict[str, str]], Awaitable[None]], *, queue: str = ""
+    ) -> Callable[[], Awaitable[None]]:
+        """Core subscription (inboxes). ``callback(body, headers)`` runs one at a time. Returns the unsubscriber."""
+
+        async def on_message(message: Msg) -> None:
+            await callback(message.data, dict(message.headers or {}))
+
+        subscription = await self._connection.subscribe(subject, queue=queue, cb=on_message)
+        self._subscriptions.append(subscription)
+
+        async def unsubscribe() -> None:
+            with contextlib.suppress(*NETWORK_ERRORS, nats.errors.Error, ValueError):
+                self._subscriptions.remove(subscription)
+                await subscription.unsubscribe()
+
+        return unsubscribe
+
+    async def request(self, subject: str, body: msgspec.Struct, answer: type[T], *, timeout_s: float = 5.0) -> T:
+        """Ask a service and wait for its answer.
+
+        Raises:
+            Unreachable: nobody serves ``subject``, or no answer within ``timeout_s``.
+            Rejected: the service answered with a typed error.
+        """
+        headers: dict[str, str] = {}
+        inject_context(headers)
+        try:
+            reply = await self._connection.request(
+                subject, msgspec.json.encode(body), timeout=timeout_s, headers=headers or None
+            )
+        except NETWORK_ERRORS as error:
+            raise Unreachable(
+                f"nobody answered {subject} within {timeout_s:g} s: is the service running? (`openrl up`)"
+            ) from error
+        code = (reply.headers or {}).get(_ERROR_CODE)
+        if code == "transient":
+            raise Transient(reply.data.decode())
+        if code:
+            raise Rejected(reply.data.decode(), code=code)
+        return msgspec.json.decode(reply.data, type=answer)
+
+    async def serve(
+        self,
+        subject: str,
+        request_type: type[S],
+        handler: Callable[[S], Awaitable[msgspec.Struct]],
+        *,
+        queue: str = "q",
+    ) -> None:
+        """Answer requests, several at once (bounded); errors become typed replies. Returns once subscribed."""
+        slots = asyncio.Semaphore(_SERVE_CONCURRENCY)
+        decoder = msgspec.json.Decoder(request_type)
+
+        async def answer(message: Msg) -> None:
+            try:
+                try:
+                    body = msgspec.json.encode(await handler(decoder.decode(message.data or b"{}")))
+                    headers = None
+                except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                    body, headers = f"the request is not usable: {error}".encode(), {_ERROR_CODE: "bad-request"}
+                except Rejected as error:
+                    body, headers = str(error).encode(), {_ERROR_CODE: error.code}
+                except Exception as error:
+                    if not isinstance(error, OpenRLError):
+                        log.error("query failed subject=%s", subject, exc_info=error)
+                    body, headers = str(error).encode(), {_ERROR_CODE: "transient"}
+                await self.send(message.reply, body, headers)
+            finally:
+                slots.release()
+
+        async def on_message(message: Msg) -> None:
+            if not message.reply:
+                return
+            await slots.acquire()
+            task = asyncio.create_task(answer(message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        self._subscriptions.append(await self._connection.subscribe(subject, queue=queue, cb=on_message))
+
+
+def _rfc3339(moment: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment)) + f".{int(moment % 1 * 1e6):06d}Z"

@@ -1,0 +1,297 @@
+"""Typed key-value buckets with compare-and-swap and live mirrors. KV is the truth (E5).
+
+Invariants: ``write`` either raises, or the value is stored at the returned revision; a write whose answer was lost is
+resolved by reading back the id stored with it (E7, E8), never assumed to have failed. A mirror lists again after every
+reconnect (E15): it lags, it never misses for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import msgspec
+import nats.js.errors
+from nats.js import api
+
+from openrl_common import records, wire
+from openrl_common.errors import Conflict, Poison, Transient, UnknownOutcome, Unreachable
+from openrl_common.pull import NETWORK_ERRORS, Lost, Puller
+
+if TYPE_CHECKING:
+    from openrl_common.bus import Bus
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_WRITE_ID = "Openrl-Write-Id"
+_TRY_S = 2.0
+_DEADLINE_S = 20.0
+_WRONG_LAST_SEQUENCE = (10071, 10164)
+_LIST_BATCH = 512
+_LIST_TRIES = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[T]):
+    """A value and the revision at which it stands (for ``write(last=…)``)."""
+
+    key: str
+    value: T
+    revision: int
+
+
+class Mirror(Generic[T]):
+    """A live copy of the keys under a prefix. ``entries`` may lag behind the bucket; a CAS tells."""
+
+    def __init__(self, on_change: Callable[[str, Entry[T] | None], None] | None) -> None:
+        self.entries: dict[str, Entry[T]] = {}
+        self._on_change = on_change
+        self._task: asyncio.Task[None] | None = None
+        self._synced = asyncio.Event()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def _replace(self, listed: dict[str, Entry[T]]) -> None:
+        """A fresh list: what vanished becomes a deletion, what is newer becomes a change."""
+        for gone in self.entries.keys() - listed.keys():
+            self._apply(gone, None)
+        for key, entry in listed.items():
+            self._apply(key, entry)
+        self._synced.set()
+
+    def _apply(self, key: str, entry: Entry[T] | None) -> None:
+        known = self.entries.get(key)
+        if entry is None:
+            if known is None:
+                return
+            del self.entries[key]
+        else:
+            if known is not None and known.revision >= entry.revision:
+                return
+            self.entries[key] = entry
+        if self._on_change is not None:
+            self._on_change(key, entry)
+
+
+class Bucket(Generic[T]):
+    """One typed view of a KV bucket: the keys under ``prefix``, given and returned without it."""
+
+    def __init__(self, bus: Bus, bucket: str, prefix: str, value_type: type[T]) -> None:
+        self._bus = bus
+        self._stream = f"KV_{bucket}"
+        self._name = bucket
+        self._root = f"$KV.{bucket}.{prefix}"
+        self._encoder = msgspec.json.Encoder()
+        self._decoder = msgspec.json.Decoder(value_type)
+
+    async def get(self, key: str) -> Entry[T] | None:
+        """The current entry, None when there is none. Raises Poison when the stored bytes are not a value."""
+        message = await self._last(key, direct=True)
+        return None if message is None else self._entry(key, message.data, message.seq, message.headers)
+
+    async def write(self, key: str, value: T, *, last: int) -> int:
+        """Compare-and-swap; ``last=0`` means the key must not exist, also over a delete marker (E9).
+
+        Returns:
+            The new revision.
+
+        Raises:
+            Conflict: another revision stands there. UnknownOutcome: the same, and an earlier try may have landed.
+            Unreachable: no answer before the deadline; the outcome is unknown.
+        """
+        return await self._publish(key, self._encoder.encode(value), last=last, headers={})
+
+    async def put(self, key: str, value: T) -> int:
+        """Write unconditionally: for keys that have exactly one writer."""
+        return await self._publish(key, self._encoder.encode(value), last=None, headers={})
+
+    async def delete(self, key: str, *, last: int | None = None) -> None:
+        await self._publish(key, b"", last=last, headers={"KV-Operation": "DEL"})
+
+    async def list(self, prefix: str = "") -> dict[str, Entry[T]]:
+        """Every entry whose key begins with ``prefix``, which must be empty or end in a dot."""
+        for _ in range(_LIST_TRIES):
+            try:
+                return await self._read_all(prefix, None)
+            except (Lost, *NETWORK_ERRORS):
+                await asyncio.sleep(0.2)
+        raise Unreachable(f"bucket {self._name} cannot be listed: NATS does not answer")
+
+    async def mirror(
+        self, prefix: str = "", on_change: Callable[[str, Entry[T] | None], None] | None = None
+    ) -> Mirror[T]:
+        """A live copy, already complete when this returns. ``on_change(key, entry or None)`` runs on the loop."""
+        mirror: Mirror[T] = Mirror(on_change)
+        mirror._task = asyncio.create_task(self._follow(prefix, mirror), name=f"mirror {self._name} {prefix}")
+        waiter = asyncio.create_task(mirror._synced.wait())
+        done, _ = await asyncio.wait({mirror._task, waiter}, timeout=_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+        waiter.cancel()
+        if mirror._task in done:
+            mirror._task.result()
+        if not mirror._synced.is_set():
+            await mirror.close()
+            raise Unreachable(f"bucket {self._name} cannot be read: NATS does not answer")
+        return mirror
+
+    # --- internals ---------------------------------------------------------------------------------------------
+
+    def _entry(self, key: str, data: bytes | None, revision: int, headers: dict[str, str] | None) -> Entry[T] | None:
+        if headers and (headers.get("KV-Operation") in ("DEL", "PURGE") or "Nats-Marker-Reason" in headers):
+            return None
+        try:
+            return Entry(key, self._decoder.decode(data or b""), revision)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise Poison(f"bucket {self._name}, key {key}: the stored value is not usable ({error})") from error
+
+    async def _last(self, key: str, *, direct: bool) -> api.RawStreamMsg | None:
+        deadline = time.monotonic() + _DEADLINE_S
+        while True:
+            try:
+                return await self._bus.jetstream.get_msg(self._stream, subject=self._root + key, direct=direct)
+            except nats.js.errors.NotFoundError:
+                return None
+            except NETWORK_ERRORS as error:
+                if time.monotonic() > deadline:
+                    raise Unreachable(f"bucket {self._name} cannot be read: NATS does not answer") from error
+                await asyncio.sleep(0.1)
+
+    async def _publish(self, key: str, body: bytes, *, last: int | None, headers: dict[str, str]) -> int:
+        """Publish, resolving unknown outcomes.
+
+        A try that timed out may still be sent after a reconnect. With ``last`` a second try cannot land twice: it
+        meets the first one's revision. So try again, and on "wrong last sequence" look whose write stands there.
+        """
+        write_id = os.urandom(9).hex()
+        headers = {**headers, _WRITE_ID: write_id}
+        if last is not None:
+            headers["Nats-Expected-Last-Subject-Sequence"] = str(last)
+        deadline = time.monotonic() + _DEADLINE_S
+        unknown = False
+        while True:
+            try:
+                ack = await self._bus.jetstream.publish(self._root + key, body, timeout=_TRY_S, headers=dict(headers))
+                return ack.seq
+            except NETWORK_ERRORS as error:
+                unknown = True
+                if time.monotonic() > deadline:
+                    raise Unreachable(f"bucket {self._name}, key {key}: no answer to a write, it may have landed") from error
+                await asyncio.sleep(random.uniform(0.05, 0.25))
+            except nats.js.errors.APIError as error:
+                if error.err_code not in _WRONG_LAST_SEQUENCE:
+                    raise Transient(
+                        f"bucket {self._name}, key {key}: NATS refused the write ({error.description}); "
+                        "look at disk space and the JetStream limits"
+                    ) from error
+                if last == 0 and not unknown and await self._replace_marker(key, headers):
+                    continue
+                if unknown:
+                    standing = await self._last(key, direct=False)
+                    if standing is not None and (standing.headers or {}).get(_WRITE_ID) == write_id:
+                        assert standing.seq is not None
+                        return standing.seq
+                    raise UnknownOutcome(f"bucket {self._name}, key {key}: changed by another writer") from error
+                raise Conflict(f"bucket {self._name}, key {key}: changed by another writer") from error
+
+    async def _replace_marker(self, key: str, headers: dict[str, str]) -> bool:
+        """``last=0`` over a delete marker: expect the marker's own revision, so that nothing live is replaced (E9)."""
+        standing = await self._last(key, direct=False)
+        if standing is None or (standing.headers or {}).get("KV-Operation") not in ("DEL", "PURGE"):
+            return False
+        if headers["Nats-Expected-Last-Subject-Sequence"] == str(standing.seq):
+            return False
+        headers["Nats-Expected-Last-Subject-Sequence"] = str(standing.seq)
+        return True
+
+    async def _read_all(self, prefix: str, live: Mirror[T] | None) -> dict[str, Entry[T]]:
+        """Read the last value of every key; with ``live`` hand the list over and go on with changes until Lost."""
+        info: list[api.ConsumerInfo] = []
+
+        async def ensure() -> str:
+            config = api.ConsumerConfig(
+                deliver_policy=api.DeliverPolicy.LAST_PER_SUBJECT,
+                ack_policy=api.AckPolicy.NONE,
+                filter_subject=f"{self._root}{prefix}>",
+                inactive_threshold=60.0,
+                mem_storage=True,
+                num_replicas=1,
+            )
+            info.append(await self._bus.jetstream.add_consumer(self._stream, config=config))
+            return info[-1].name
+
+        listed: dict[str, Entry[T]] = {}
+        puller = self._bus.new_puller(self._stream, ensure, capacity=_LIST_BATCH, ordered=True)
+        try:
+            await puller.start()
+            left = info[-1].num_pending or 0
+            while left > 0:
+                key, entry, pending = await self._next_change(puller)
+                if entry is not None:
+                    listed[key] = entry
+                left = min(left - 1, pending)
+            if live is not None:
+                live._replace(listed)
+                while True:
+                    key, entry, _ = await self._next_change(puller)
+                    live._apply(key, entry)
+            return listed
+        finally:
+            self._bus.forget_puller(puller)
+            await puller.stop()
+            if info:
+                with contextlib.suppress(*NETWORK_ERRORS, nats.js.errors.APIError):
+                    await self._bus.jetstream.delete_consumer(self._stream, info[-1].name)
+
+    async def _next_change(self, puller: Puller) -> tuple[str, Entry[T] | None, int]:
+        """Key, entry (None: deleted, or not usable, which is logged) and how many messages are pending behind it."""
+        message = await puller.next()
+        puller.done()
+        key = message.subject[len(self._root) :]
+        metadata = message.metadata
+        try:
+            return key, self._entry(key, message.data, metadata.sequence.stream, message.headers), metadata.num_pending
+        except Poison as error:
+            log.error("%s", error)
+            return key, None, metadata.num_pending
+
+    async def _follow(self, prefix: str, mirror: Mirror[T]) -> None:
+        while True:
+            try:
+                await self._read_all(prefix, mirror)
+            except (Lost, nats.js.errors.APIError, *NETWORK_ERRORS) as error:
+                log.debug("mirror of %s lists again (%r)", self._name, error)
+            await asyncio.sleep(random.uniform(0.05, 0.2))
+
+
+class Store:
+    """Every bucket of 01, typed. A view's keys are without the prefix shown in 01."""
+
+    def __init__(self, bus: Bus) -> None:
+        def view(bucket: str, prefix: str, value_type: type[T]) -> Bucket[T]:
+            return Bucket(bus, bucket, prefix, value_type)
+
+        self.jobs = view("openrl_jobs", "", records.JobRecord)
+        self.workloads = view("openrl_workloads", "", records.WorkloadRecord)
+        self.ledger_seats = view("openrl_ledger", "seat.", records.SeatRecord)
+        self.ledger_claims = view("openrl_ledger", "claim.", records.ClaimRecord)
+        self.ledger_nodes = view("openrl_ledger", "node.", records.NodeBudget)
+        self.nodes = view("openrl_nodes", "", records.NodeRecord)
+        self.cuts = view("openrl_claims", "claim.", records.CutRecord)
+        self.devices = view("openrl_claims", "dev.", records.DeviceHold)
+        self.workers = view("openrl_workers", "", records.WorkerRecord)
+        self.leases = view("openrl_leases", "lease.", records.LeaseRecord)
+        self.ready = view("openrl_ready", "", records.ReadyRecord)
+        self.weights = view("openrl_weights", "", records.WeightsRecord)
+        self.results = view("openrl_results", "", wire.TrainResult)
