@@ -32,7 +32,7 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of every question and answer."""
 
 
-class ListQuery(Query):
+class ListQuery(Query, frozen=True, kw_only=True):
     """Ask for a list. ``tenant`` and ``job`` empty = all. Records that ended long ago are not kept for ever."""
 
     tenant: str = ""
@@ -44,7 +44,7 @@ class ListQuery(Query):
 # --- jobs -------------------------------------------------------------------------------------------------------
 
 
-class JobRow(Query):
+class JobRow(Query, frozen=True, kw_only=True):
     """A job and the phases of the two workloads that serve it; ``reason`` is why it is not ready, if it is not."""
 
     record: JobRecord
@@ -54,14 +54,14 @@ class JobRow(Query):
     message: str = ""
 
 
-class JobsAnswer(Query):
+class JobsAnswer(Query, frozen=True, kw_only=True):
     jobs: list[JobRow] = []
 
 
 # --- workloads --------------------------------------------------------------------------------------------------
 
 
-class WorkloadRow(Query):
+class WorkloadRow(Query, frozen=True, kw_only=True):
     """``position`` in the waiting line counts from 1; None = not waiting. ``waited_s``: the standing wait."""
 
     record: WorkloadRecord
@@ -69,14 +69,14 @@ class WorkloadRow(Query):
     waited_s: float | None = None
 
 
-class WorkloadsAnswer(Query):
+class WorkloadsAnswer(Query, frozen=True, kw_only=True):
     workloads: list[WorkloadRow] = []
 
 
 # --- claims -----------------------------------------------------------------------------------------------------
 
 
-class SeatRow(Query):
+class SeatRow(Query, frozen=True, kw_only=True):
     """One entry of a claim. ``state``: ``held``, ``releasing``, or ``reserved`` (listed, not yet named: 02-L1)."""
 
     assignment: str
@@ -89,7 +89,7 @@ class SeatRow(Query):
     state: str
 
 
-class ClaimRow(Query):
+class ClaimRow(Query, frozen=True, kw_only=True):
     """One claim. ``limit`` 0 = no limit; ``tiers`` are what it asked for while it is pending."""
 
     claim: str
@@ -104,14 +104,14 @@ class ClaimRow(Query):
     tiers: tuple[Tier, ...] = ()
 
 
-class ClaimsAnswer(Query):
+class ClaimsAnswer(Query, frozen=True, kw_only=True):
     claims: list[ClaimRow] = []
 
 
 # --- nodes ------------------------------------------------------------------------------------------------------
 
 
-class NodeRow(Query):
+class NodeRow(Query, frozen=True, kw_only=True):
     """``host_seats_bytes``: what the ledger holds for seats; ``usable`` empty = it counts, otherwise why it does not."""
 
     record: NodeRecord
@@ -120,21 +120,21 @@ class NodeRow(Query):
     usable: str = ""
 
 
-class NodesAnswer(Query):
+class NodesAnswer(Query, frozen=True, kw_only=True):
     nodes: list[NodeRow] = []
 
 
 # --- explain ----------------------------------------------------------------------------------------------------
 
 
-class ExplainQuery(Query):
+class ExplainQuery(Query, frozen=True, kw_only=True):
     """``workload``: a full id, or ``<job>/<role>`` with ``tenant`` (of a LoRA job: the runtime that serves it)."""
 
     workload: str
     tenant: str = ""
 
 
-class CandidateRow(Query):
+class CandidateRow(Query, frozen=True, kw_only=True):
     """One claim that was looked at, in candidate order; ``refused`` empty = it would accept."""
 
     claim: str
@@ -147,7 +147,7 @@ class CandidateRow(Query):
     """Workloads seated on it."""
 
 
-class ExplainAnswer(Query):
+class ExplainAnswer(Query, frozen=True, kw_only=True):
     """W5: why a workload is where it is.
 
     Attributes:
