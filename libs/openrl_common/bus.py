@@ -15,7 +15,7 @@ import logging
 import random
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -75,6 +75,15 @@ class Delivery:
         """Tell the server that the handler still works, so that the message is not delivered again."""
         with contextlib.suppress(*NETWORK_ERRORS):
             await self.message.in_progress()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMessage:
+    """A message read from a stream, not delivered by a consumer."""
+
+    subject: str
+    body: bytes
+    sequence: int
 
 
 Handler = Callable[[Delivery], Awaitable[None]]
@@ -503,7 +512,7 @@ class Bus:
 
     async def tail(
         self, *, stream: str, subject: str, start_sequence: int = 1, from_now: bool = False
-    ) -> AsyncIterator[Delivery]:
+    ) -> AsyncGenerator[Delivery, None]:
         """Every message of ``subject`` in stream order from ``start_sequence``, then live, across reconnects.
 
         No acks: the reader keeps its own position. Each message is yielded exactly once.
@@ -542,6 +551,20 @@ class Bus:
             finally:
                 self.forget_puller(puller)
                 await puller.stop()
+
+    async def last(self, *, stream: str, subject: str, deadline_s: float = 10.0) -> StoredMessage | None:
+        """The newest message stored on ``subject`` (wildcards allowed), None when there is none. Raises Unreachable."""
+        deadline = time.monotonic() + deadline_s
+        while True:
+            try:
+                found = await self.jetstream.get_msg(stream, subject=subject)
+                return StoredMessage(found.subject or "", found.data or b"", found.seq or 0)
+            except nats.js.errors.NotFoundError:
+                return None
+            except NETWORK_ERRORS as error:
+                if time.monotonic() > deadline:
+                    raise Unreachable(f"stream {stream} cannot be read: NATS does not answer") from error
+                await asyncio.sleep(0.1)
 
     # --- request and reply -------------------------------------------------------------------------------------
 

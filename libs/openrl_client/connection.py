@@ -1,0 +1,195 @@
+"""Connect to an OpenRL system and publish jobs (C1).
+
+A client needs one address: ``--nats-url`` / ``OPEN_RL_NATS_URL``, else the address that ``openrl up`` left in
+``<home>/up.json``. It holds one bus connection, shared by all of its jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import uuid
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from openrl_client.errors import JobEndedError, Rejected, TimedOut, Unreachable
+from openrl_common.events import EVENT_DECODER, JobAdmitted, JobCancelled, JobFailed, JobSubmitted
+from openrl_common.names import DEFAULT_TENANT, check_job, check_tenant, query_subject
+from openrl_common.records import JobSpec
+
+if TYPE_CHECKING:
+    from openrl_client.job import Job
+    from openrl_client.sampling import SampleClient
+    from openrl_common.bus import Bus
+
+Answer = TypeVar("Answer", bound=msgspec.Struct)
+
+EVENTS_STREAM = "OPENRL_EVENTS"
+ADMISSION_TIMEOUT_S = 10.0
+
+
+def home_directory() -> Path:
+    return Path(os.environ.get("OPEN_RL_HOME", "~/.openrl")).expanduser()
+
+
+def find_url(url: str | None = None, home: Path | None = None) -> str:
+    """Return the NATS address to use.
+
+    Raises:
+        Unreachable: no address was given and no system runs from ``home``.
+    """
+    if url:
+        return url
+    if configured := os.environ.get("OPEN_RL_NATS_URL"):
+        return configured
+    path = (home or home_directory()) / "up.json"
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])["nats_url"]
+    except (OSError, KeyError, msgspec.MsgspecError):
+        raise Unreachable(
+            f"no OpenRL system is up for {path.parent}: start one with `openrl up`, or set OPEN_RL_NATS_URL (--nats-url)"
+        ) from None
+    return str(found)
+
+
+@contextlib.asynccontextmanager
+async def connect(
+    url: str | None = None, tenant: str = DEFAULT_TENANT, *, home: Path | None = None
+) -> AsyncIterator[Client]:
+    """Open a connection; everything the client started ends with the block (jobs themselves go on).
+
+    Raises:
+        Unreachable: no address is known, or no server answered.
+        Rejected: the tenant's name is not usable.
+    """
+    check_tenant(tenant)
+    from openrl_common.bus import Bus
+
+    bus = await Bus.connect(find_url(url, home), name=f"client-{tenant}")
+    client = Client(bus, tenant)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+class Client:
+    """One tenant's connection. Made by ``connect``."""
+
+    def __init__(self, bus: Bus, tenant: str) -> None:
+        self.bus = bus
+        self.tenant = tenant
+        self._samples: SampleClient | None = None
+        self._jobs: list[Job] = []
+
+    async def close(self) -> None:
+        for job in self._jobs:
+            await job.close()
+        if self._samples is not None:
+            await self._samples.close()
+        await self.bus.close()
+
+    async def samples(self) -> SampleClient:
+        if self._samples is None:
+            from openrl_client.sampling import SampleClient
+
+            client = SampleClient(self.bus)
+            await client.start()
+            self._samples = client
+        return self._samples
+
+    async def submit(
+        self,
+        spec: JobSpec,
+        *,
+        timeout_s: float = ADMISSION_TIMEOUT_S,
+        on_published: Callable[[str], None] | None = None,
+    ) -> Job:
+        """Publish a job and wait until placement has admitted or refused it.
+
+        Args:
+            on_published: called with the submission id once it is on the bus, so that a caller who is interrupted
+                while waiting can still cancel it.
+
+        Raises:
+            Rejected: refused; ``code`` says why (``impossible``, ``duplicate-name``, ``model-unreadable`` …).
+            TimedOut: nobody answered; the job may still be admitted later.
+            Unreachable: the bus did not take it.
+        """
+        check_job(spec.name)
+        submission = uuid.uuid4().hex
+        event = JobSubmitted(tenant=self.tenant, job=spec.name, submission=submission, spec=spec)
+        await self.bus.publish(event)
+        if on_published is not None:
+            on_published(submission)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._admission(spec.name, submission)
+        except TimeoutError:
+            raise TimedOut(
+                f"job {spec.name}: published, but placement did not answer within {timeout_s:.0f} s: "
+                f"is it up (`openrl up`)? Cancel it with `openrl cancel {spec.name}`"
+            ) from None
+        return await self.attach(spec.name, submission=submission)
+
+    async def _admission(self, name: str, submission: str) -> None:
+        """Follow the job's placement events from the beginning: nothing can be missed, whenever this starts."""
+        subject = f"openrl.ev.placement.{self.tenant}.job.{name}.>"
+        async with contextlib.aclosing(self.bus.tail(stream=EVENTS_STREAM, subject=subject)) as deliveries:
+            async for delivery in deliveries:
+                try:
+                    event = EVENT_DECODER.decode(delivery.body)
+                except msgspec.MsgspecError:
+                    continue
+                if getattr(event, "submission", "") != submission:
+                    continue
+                if isinstance(event, JobAdmitted):
+                    return
+                if isinstance(event, JobFailed):
+                    raise Rejected(event.message, code=event.code)
+
+    async def attach(self, name: str, *, submission: str | None = None) -> Job:
+        """Drive a job that was submitted before; its training log goes on at the next free number (C2).
+
+        Raises:
+            Rejected: ``unknown-job``: no such job, or (with ``submission``) another one has its name by now.
+        """
+        from openrl_client.job import Job
+
+        entry = await self.bus.store.jobs.get(f"{self.tenant}.{name}")
+        if entry is None or (submission is not None and entry.value.submission != submission):
+            raise Rejected(
+                f"job {name!r} of tenant {self.tenant!r} is not known: see `openrl get jobs`", code="unknown-job"
+            )
+        job = Job(self, entry.value)
+        await job.open()
+        self._jobs.append(job)
+        return job
+
+    async def cancel(self, name: str, *, why: str = "") -> None:
+        """Ask for the end of a job by name. Its record shows when that is done (``Job.wait_ended``).
+
+        Raises:
+            Rejected: ``unknown-job``, or ``ended`` when it is over already.
+        """
+        entry = await self.bus.store.jobs.get(f"{self.tenant}.{name}")
+        if entry is None:
+            raise Rejected(
+                f"job {name!r} of tenant {self.tenant!r} is not known: see `openrl get jobs`", code="unknown-job"
+            )
+        if entry.value.phase.ended:
+            raise JobEndedError(f"job {name} is {entry.value.phase.value} already: nothing to cancel", code="ended")
+        await self.cancel_submission(name, entry.value.submission, why=why)
+
+    async def cancel_submission(self, name: str, submission: str, *, why: str = "") -> None:
+        await self.bus.publish(JobCancelled(tenant=self.tenant, job=name, submission=submission, why=why))
+
+    async def query(
+        self, name: str, request: msgspec.Struct, answer: type[Answer], *, timeout_s: float = 5.0
+    ) -> Answer:
+        """Ask placement (``jobs``, ``workloads``, ``claims``, ``nodes``, ``explain``; see openrl_common.queries)."""
+        return await self.bus.request(query_subject("placement", name), request, answer, timeout_s=timeout_s)
