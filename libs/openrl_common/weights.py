@@ -16,26 +16,17 @@ Not here: reading tensor data (that needs torch or numpy and belongs to trainer 
 from __future__ import annotations
 
 import hashlib
-import json
-import struct
-from math import prod
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
 from openrl_common.errors import Rejected
 from openrl_common.records import LoraSpec, Record, WeightsRecord
+from openrl_common.tensors import read_header
 
 MANIFEST = "manifest.json"
 FORMATS = ("full", "lora")
-_HEADER_BYTES_MAX = 100 * 1024 * 1024  # the limit of the safetensors format itself
 _BLOCK_BYTES = 4 * 1024 * 1024
-
-DTYPE_BITS = {
-    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8,
-    "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
-}  # fmt: skip
-"""Bits of one element, by the safetensors name of the type."""
 
 
 class TensorInfo(Record, frozen=True, kw_only=True):
@@ -127,10 +118,6 @@ def _contradiction(manifest: WeightsManifest) -> str:
     for tensor in manifest.tensors:
         if tensor.file not in manifest.files:
             return f"tensor {tensor.name!r} is in {tensor.file!r}, which is not listed"
-        if tensor.dtype not in DTYPE_BITS or any(size < 0 for size in tensor.shape):
-            return f"tensor {tensor.name!r} has type {tensor.dtype!r} and shape {tensor.shape}"
-        if prod(tensor.shape) * DTYPE_BITS[tensor.dtype] // 8 != tensor.bytes:
-            return f"tensor {tensor.name!r} {tensor.dtype}{list(tensor.shape)} cannot have {tensor.bytes} bytes"
     return ""
 
 
@@ -180,32 +167,15 @@ def hash_file(path: Path) -> str:
 
 
 def read_tensor_infos(path: Path) -> list[TensorInfo]:
-    """What the header of a safetensors file lists (format: 8 bytes little-endian length, then JSON).
+    """What the header of a safetensors file lists.
 
     Raises:
-        Rejected: ``weights-manifest``, naming the file and what is wrong with it.
+        Rejected: the codes of :func:`openrl_common.tensors.read_header`, naming the file and what is wrong with it.
     """
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > _HEADER_BYTES_MAX:
-                raise ValueError(f"its header claims {length} bytes")
-            header = json.loads(file.read(length))
-        infos = []
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            start, end = entry["data_offsets"]
-            infos.append(
-                TensorInfo(
-                    name=name, file=path.name, shape=tuple(entry["shape"]), dtype=entry["dtype"], bytes=end - start
-                )
-            )
-        return infos
-    except OSError as error:
-        raise Rejected(f"weights file {path} cannot be read: {error.strerror}", code="weights-missing") from error
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise Rejected(f"weights file {path} is not a safetensors file: {error}", code="weights-manifest") from error
+    return [
+        TensorInfo(name=tensor.name, file=path.name, shape=tensor.shape, dtype=tensor.dtype, bytes=tensor.num_bytes)
+        for tensor in read_header(path).values()
+    ]
 
 
 def weights_record(manifest: WeightsManifest, directory: Path, digest: str) -> WeightsRecord:
