@@ -28,7 +28,7 @@ from nats.js import api
 from openrl_common import streams
 from openrl_common.errors import Bug, OpenRLError, Poison, Rejected, Transient, Unreachable
 from openrl_common.events import EVENT_DECODER, AnyEvent, Event
-from openrl_common.pull import NETWORK_ERRORS, Lost, Puller
+from openrl_common.pull import JETSTREAM_FAULTS, NETWORK_ERRORS, Lost, Puller
 from openrl_common.store import Store
 from openrl_common.telemetry import extract_context, inject_context, tracer
 from openrl_common.wire import PayloadRef
@@ -49,6 +49,8 @@ _TRANSIENT_DELIVERIES_MAX = 1_000
 _SERVE_CONCURRENCY = 32
 _TAIL_BATCH = 64
 _DRAIN_S = 5.0
+_INTERRUPTIONS: tuple[type[Exception], ...] = (Lost, *JETSTREAM_FAULTS)
+_CONNECT_ERRORS: tuple[type[Exception], ...] = (*NETWORK_ERRORS, nats.errors.Error, OSError, ValueError)
 _ERROR_CODE = "openrl-error"
 
 
@@ -144,11 +146,11 @@ class Bus:
                     servers=[url],
                     name=name,
                     max_reconnect_attempts=-1,
-                    reconnect_time_wait=0.2,
+                    reconnect_time_wait=0.2,  # type: ignore[arg-type]  # seconds; a float works
                     connect_timeout=2,
                     ping_interval=10,
                     max_outstanding_pings=2,
-                    drain_timeout=_DRAIN_S,
+                    drain_timeout=int(_DRAIN_S),
                     pending_size=64 << 20,
                     error_cb=on_error,
                     disconnected_cb=on_disconnect,
@@ -156,7 +158,7 @@ class Bus:
                 ),
                 deadline_s,
             )
-        except (*NETWORK_ERRORS, nats.errors.Error, OSError, ValueError) as error:
+        except _CONNECT_ERRORS as error:
             with contextlib.suppress(Exception):
                 await connection.close()
             raise Unreachable(
@@ -318,7 +320,8 @@ class Bus:
                 ) from error
             except nats.errors.MaxPayloadError as error:
                 raise Rejected(
-                    f"a message of {len(body)} bytes on {subject} is larger than the NATS server takes", code="too-large"
+                    f"a message of {len(body)} bytes on {subject} is larger than the NATS server takes",
+                    code="too-large",
                 ) from error
 
     async def send(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> None:
@@ -342,7 +345,9 @@ class Bus:
             store = await self.jetstream.object_store(streams.PAYLOADS)
             body = (await store.get(reference.object_name)).data or b""
         except nats.js.errors.NotFoundError as error:
-            raise Rejected(f"payload {reference.object_name} is not in the store: send it again", code="payload-lost") from error
+            raise Rejected(
+                f"payload {reference.object_name} is not in the store: send it again", code="payload-lost"
+            ) from error
         except nats.js.errors.DigestMismatchError as error:
             raise Rejected(f"payload {reference.object_name} is damaged: send it again", code="payload-lost") from error
         if hashlib.sha256(body).hexdigest() != reference.digest:
@@ -545,7 +550,7 @@ class Bus:
                         continue
                     position = delivery.sequence + 1
                     yield delivery
-            except (Lost, nats.js.errors.APIError, *NETWORK_ERRORS) as error:
+            except _INTERRUPTIONS as error:
                 log.debug("tail of %s starts again at %d (%r)", subject, position, error)
                 await asyncio.sleep(random.uniform(0.05, 0.2))
             finally:
@@ -602,6 +607,8 @@ class Bus:
             reply = await self._connection.request(
                 subject, msgspec.json.encode(body), timeout=timeout_s, headers=headers or None
             )
+        except nats.errors.NoRespondersError as error:
+            raise Unreachable(f"nobody serves {subject}: is the service running? (`openrl up`)") from error
         except NETWORK_ERRORS as error:
             raise Unreachable(
                 f"nobody answered {subject} within {timeout_s:g} s: is the service running? (`openrl up`)"

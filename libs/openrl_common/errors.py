@@ -1,13 +1,13 @@
 """The error tree of OpenRL. The class says who must react; the consume loop maps it to ack, nak or term.
 
-    OpenRLError
-     ├─ Transient     try again later: the message is nak'ed with a delay (network, timeout, a busy peer)
-     │   ├─ Conflict      a compare-and-swap lost: read again, decide again
-     │   │   └─ UnknownOutcome  it lost, but an earlier try of this very write may have landed in between
-     │   └─ Unreachable   no server answered before the deadline
-     ├─ Rejected      the answer is no: the message is acknowledged, the requester is told (never retried)
-     ├─ Poison        the message can never be handled: it is terminated and copied to the dead letters
-     └─ Bug           an invariant broke: the process must stop, a restart re-derives its state
+OpenRLError
+ ├─ Transient     try again later: the message is nak'ed with a delay (network, timeout, a busy peer)
+ │   ├─ Conflict      a compare-and-swap lost: read again, decide again
+ │   │   └─ UnknownOutcome  it lost, but an earlier try of this very write may have landed in between
+ │   └─ Unreachable   no server answered before the deadline
+ ├─ Rejected      the answer is no: the message is acknowledged, the requester is told (never retried)
+ ├─ Poison        the message can never be handled: it is terminated and copied to the dead letters
+ └─ Bug           an invariant broke: the process must stop, a restart re-derives its state
 """
 
 from __future__ import annotations

@@ -45,6 +45,10 @@ NETWORK_ERRORS: tuple[type[Exception], ...] = (
 """What a call raises when the server is away: the outcome of a write is unknown, a read may be repeated."""
 
 
+JETSTREAM_FAULTS: tuple[type[Exception], ...] = (*NETWORK_ERRORS, nats.js.errors.APIError)
+"""The same, or an error that JetStream itself answered."""
+
+
 class Lost(Exception):
     """The pull was interrupted (reconnect or consumer gone): an ordered reader has to start again from its position."""
 
@@ -117,7 +121,11 @@ class Puller:
                 await self._recover()
             await self._refill()
             try:
-                message = await asyncio.wait_for(self._buffer.get(), 1.0) if self._buffer.empty() else self._buffer.get_nowait()
+                message = (
+                    await asyncio.wait_for(self._buffer.get(), 1.0)
+                    if self._buffer.empty()
+                    else self._buffer.get_nowait()
+                )
             except TimeoutError:
                 if self._outstanding and time.monotonic() - self._seen_at > _SILENCE_S:
                     self._interrupted = True
@@ -169,7 +177,7 @@ class Puller:
             self._failures += 1
             try:
                 self._consumer = await self._ensure_consumer()
-            except (*NETWORK_ERRORS, nats.js.errors.APIError) as error:
+            except JETSTREAM_FAULTS as error:
                 log.info("consumer not available stream=%s error=%s", self._stream, error)
                 continue
             return

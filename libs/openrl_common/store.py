@@ -23,7 +23,7 @@ from nats.js import api
 
 from openrl_common import records, wire
 from openrl_common.errors import Conflict, Poison, Transient, UnknownOutcome, Unreachable
-from openrl_common.pull import NETWORK_ERRORS, Lost, Puller
+from openrl_common.pull import JETSTREAM_FAULTS, NETWORK_ERRORS, Lost, Puller
 
 if TYPE_CHECKING:
     from openrl_common.bus import Bus
@@ -38,6 +38,7 @@ _DEADLINE_S = 20.0
 _WRONG_LAST_SEQUENCE = (10071, 10164)
 _LIST_BATCH = 512
 _LIST_TRIES = 50
+_INTERRUPTIONS: tuple[type[Exception], ...] = (Lost, *JETSTREAM_FAULTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class Bucket(Generic[T]):
     async def get(self, key: str) -> Entry[T] | None:
         """The current entry, None when there is none. Raises Poison when the stored bytes are not a value."""
         message = await self._last(key, direct=True)
-        return None if message is None else self._entry(key, message.data, message.seq, message.headers)
+        return None if message is None else self._entry(key, message.data, message.seq or 0, message.headers)
 
     async def write(self, key: str, value: T, *, last: int) -> int:
         """Compare-and-swap; ``last=0`` means the key must not exist, also over a delete marker (E9).
@@ -126,7 +127,7 @@ class Bucket(Generic[T]):
         for _ in range(_LIST_TRIES):
             try:
                 return await self._read_all(prefix, None)
-            except (Lost, *NETWORK_ERRORS):
+            except _INTERRUPTIONS:
                 await asyncio.sleep(0.2)
         raise Unreachable(f"bucket {self._name} cannot be listed: NATS does not answer")
 
@@ -187,7 +188,9 @@ class Bucket(Generic[T]):
             except NETWORK_ERRORS as error:
                 unknown = True
                 if time.monotonic() > deadline:
-                    raise Unreachable(f"bucket {self._name}, key {key}: no answer to a write, it may have landed") from error
+                    raise Unreachable(
+                        f"bucket {self._name}, key {key}: no answer to a write, it may have landed"
+                    ) from error
                 await asyncio.sleep(random.uniform(0.05, 0.25))
             except nats.js.errors.APIError as error:
                 if error.err_code not in _WRONG_LAST_SEQUENCE:
@@ -251,7 +254,7 @@ class Bucket(Generic[T]):
             self._bus.forget_puller(puller)
             await puller.stop()
             if info:
-                with contextlib.suppress(*NETWORK_ERRORS, nats.js.errors.APIError):
+                with contextlib.suppress(*JETSTREAM_FAULTS):
                     await self._bus.jetstream.delete_consumer(self._stream, info[-1].name)
 
     async def _next_change(self, puller: Puller) -> tuple[str, Entry[T] | None, int]:
@@ -270,7 +273,7 @@ class Bucket(Generic[T]):
         while True:
             try:
                 await self._read_all(prefix, mirror)
-            except (Lost, nats.js.errors.APIError, *NETWORK_ERRORS) as error:
+            except _INTERRUPTIONS as error:
                 log.debug("mirror of %s lists again (%r)", self._name, error)
             await asyncio.sleep(random.uniform(0.05, 0.2))
 

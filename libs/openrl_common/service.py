@@ -1,0 +1,182 @@
+"""The life of a service process: settings → logs → bus → health → body → drain (E16, E17). Shared by all five services.
+
+    start      logs and traces set up; the bus connects (deadline); /livez answers from here on
+    body       runs until it returns, fails, or SIGTERM/SIGINT sets ``stopping``
+    drain      /readyz turns not ready; the body finishes or naks what is in hand, at most ``_DRAIN_S``
+    end        the bus is closed, exit 0; an unexpected error ends with exit 1 and one clear line
+
+A Bug, or any error that escapes the body, ends the process: its supervisor restarts it and state is re-derived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from openrl_common import settings, telemetry
+from openrl_common.bus import Bus
+from openrl_common.errors import Bug, OpenRLError, Unreachable
+from openrl_common.health import Check, HealthServer, Heartbeat, check
+
+log = logging.getLogger(__name__)
+
+_DRAIN_S = 8.0
+_LOOP_STUCK_S = 10.0
+
+SERVICE_SETTINGS = (
+    settings.NATS_URL,
+    settings.HOME,
+    settings.LOG_LEVEL,
+    settings.LOG_FORMAT,
+    settings.HEALTH_HOST,
+    settings.HEALTH_PORT,
+)
+"""What every service takes, as click options: ``@settings.settings(*SERVICE_SETTINGS, …)``."""
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """The values of SERVICE_SETTINGS; a service's own dataclass extends it."""
+
+    nats_url: str
+    home: Path
+    log_level: str
+    log_format: str
+    health_host: str
+    health_port: int
+
+
+@dataclass
+class ServiceContext:
+    """What a body gets. ``checks`` are the named readiness conditions; add to it before long work."""
+
+    bus: Bus
+    stopping: asyncio.Event
+    registry: CollectorRegistry
+    checks: dict[str, Check]
+    health_port: int = 0
+    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+
+    def require(self, name: str, why: str) -> asyncio.Event:
+        """A readiness condition: not ready, for ``why``, until the returned event is set."""
+        event = asyncio.Event()
+        self.checks[name] = check(event.is_set, why)
+        return event
+
+
+Body = Callable[[ServiceContext], Awaitable[None]]
+
+
+def run(service: str, config: ServiceSettings, body: Body, *, instance: str = "") -> int:
+    """Run ``body`` as a service process; returns the exit code (0 ended or asked to, 1 failed, 5 no NATS)."""
+    telemetry.configure_logging(service, level=config.log_level, log_format=config.log_format)
+    stop_tracing = telemetry.configure_tracing(service, instance=instance)
+    try:
+        return asyncio.run(_serve(service, config, body))
+    except OpenRLError as error:
+        log.error("%s", error)
+        print(f"openrl {service}: {error}", file=sys.stderr)
+        return 5 if isinstance(error, Unreachable) else 1
+    finally:
+        stop_tracing()
+
+
+async def _serve(service: str, config: ServiceSettings, body: Body) -> int:
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stopping.set)
+    registry = CollectorRegistry()
+    heartbeat = Heartbeat("event loop", limit_s=_LOOP_STUCK_S)
+    checks: dict[str, Check] = {"draining": check(lambda: not stopping.is_set(), "the service is stopping")}
+    health = HealthServer(
+        registry, live={"loop": heartbeat.check}, ready=checks, host=config.health_host, port=config.health_port
+    )
+    port = health.start()
+    beat = asyncio.create_task(heartbeat.follow_loop())
+    try:
+        connecting = asyncio.create_task(Bus.connect(config.nats_url, name=f"openrl-{service}"))
+        await _first(connecting, stopping)
+        if not connecting.done():
+            connecting.cancel()
+            return 0
+        bus = connecting.result()
+        checks["bus"] = check(lambda: bus.connected, "not connected to NATS")
+        context = ServiceContext(bus, stopping, registry, checks, health_port=port)
+        log.info("service started health_port=%d nats_url=%s", port, config.nats_url)
+        try:
+            await _run_body(context, body)
+        finally:
+            await bus.close()
+        log.info("service stopped")
+        return 0
+    finally:
+        beat.cancel()
+        health.stop()
+
+
+async def _run_body(context: ServiceContext, body: Body) -> None:
+    """Run the body; on ``stopping`` give it ``_DRAIN_S`` to end by itself, then cancel it."""
+
+    async def relay() -> None:
+        await context.stopping.wait()
+        context.bus.stopping.set()
+
+    relaying = asyncio.create_task(relay())
+    task = asyncio.ensure_future(body(context))
+    try:
+        await _first(task, context.stopping)
+        if not task.done():
+            context.bus.stopping.set()
+            await asyncio.wait({task}, timeout=_DRAIN_S)
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            return
+        task.result()
+    except BaseExceptionGroup as group:
+        raise _root(group) from group
+    finally:
+        relaying.cancel()
+
+
+def _root(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error inside nested groups: one line for the person instead of a tree."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def _first(task: asyncio.Future[Any], event: asyncio.Event) -> None:
+    waiting = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+
+
+async def until_stopped(stopping: asyncio.Event, *parts: Coroutine[Any, Any, None]) -> None:
+    """Run every part until ``stopping``, then let each end by itself: the usual body of a service.
+
+    A part that returns or fails before ``stopping`` is a fault: the others are cancelled and the error is raised.
+    """
+
+    async def guarded(part: Coroutine[Any, Any, None]) -> None:
+        await part
+        if not stopping.is_set():
+            raise Bug(f"a task that runs for ever has ended: {part!r}")
+
+    async with asyncio.TaskGroup() as group:
+        for part in parts:
+            group.create_task(guarded(part))

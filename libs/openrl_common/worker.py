@@ -1,0 +1,193 @@
+"""The life of a worker process (trainer, sampler): lease, phases, ready record, drain.
+
+Start gate (B7): the launcher made ``lease.<assignment>`` *starting* before it started this process; the worker makes it
+*live* by CAS from that very revision before it touches the device, renews it, exits on a tombstone, and parks (the
+``parked`` event) when it cannot renew for longer than the lease. A worker that is cut off from the bus waits, it does
+not exit (B5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from openrl_common import settings
+from openrl_common.bus import Bus
+from openrl_common.errors import Conflict, Rejected, Transient
+from openrl_common.health import check
+from openrl_common.records import LeaseRecord, LeaseState, Phase, ReadyRecord, WorkloadRecord
+from openrl_common.service import SERVICE_SETTINGS, ServiceContext, ServiceSettings, run
+from openrl_common.store import Store
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 10.0
+"""A worker that could not renew for this long must not touch the device until it has renewed again."""
+RENEW_S = 2.0
+
+WORKLOAD = settings.setting("--workload", required=True, help="The workload this process is (set by the launcher).")
+ASSIGNMENT = settings.setting("--assignment", required=True, help="The seat it was started for (set by the launcher).")
+NODE = settings.setting("--node", default="", help="The node it runs on (set by the launcher).")
+DEVICE_BYTES = settings.setting(
+    "--device-bytes", type=settings.BYTES, default="0", help="Device memory its seat declares (set by the launcher)."
+)
+WORKER_SETTINGS = (*SERVICE_SETTINGS, WORKLOAD, ASSIGNMENT, NODE, DEVICE_BYTES)
+
+
+@dataclass(frozen=True)
+class WorkerSettings(ServiceSettings):
+    """The values of WORKER_SETTINGS; a worker's own dataclass extends it."""
+
+    workload: str
+    assignment: str
+    node: str
+    device_bytes: int
+
+
+@dataclass
+class WorkerContext:
+    """What a worker's main gets. ``await live.wait()`` has passed before it is called: the device may be touched."""
+
+    service: ServiceContext
+    bus: Bus
+    store: Store
+    workload: WorkloadRecord
+    assignment: str
+    node: str
+    home: Path
+    device_bytes: int
+    stopping: asyncio.Event
+    phases: list[Phase] = field(default_factory=list)
+    renewed_at: float = field(default_factory=time.monotonic)
+    _ready_at: float | None = None
+    _detail: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def lease_held(self) -> bool:
+        """False when the lease could not be renewed for longer than it lasts: park until it is True again."""
+        return time.monotonic() - self.renewed_at < LEASE_S
+
+    @contextlib.contextmanager
+    def stamp(self, name: str, detail: str = "") -> Iterator[None]:
+        """Record one phase of the start: UTC start, monotonic duration."""
+        started_at, started = time.time(), time.monotonic()
+        yield
+        self.phases.append(Phase(name=name, started_at=started_at, seconds=time.monotonic() - started, detail=detail))
+
+    async def publish_phases(self) -> None:
+        """Write the ready record as it stands (``openrl status`` shows a start in progress)."""
+        await self.store.ready.put(
+            self.assignment,
+            ReadyRecord(
+                assignment=self.assignment,
+                workload=self.workload.workload,
+                ready=self._ready_at is not None,
+                phases=tuple(self.phases),
+                process_started_at=psutil.Process().create_time(),
+                ready_at=self._ready_at,
+                detail=self._detail,
+            ),
+        )
+
+    async def ready(self, detail: dict[str, str] | None = None) -> None:
+        """The worker answers requests from here on."""
+        self._ready_at = self._ready_at or time.time()
+        self._detail |= detail or {}
+        await self.publish_phases()
+
+
+WorkerMain = Callable[[WorkerContext], Awaitable[None]]
+
+
+def run_worker(service: str, config: WorkerSettings, main: WorkerMain) -> int:
+    """Run a worker process until it is told to stop; returns the exit code."""
+
+    async def body(context: ServiceContext) -> None:
+        await _work(context, config, main)
+
+    return run(service, config, body, instance=config.assignment)
+
+
+async def _work(context: ServiceContext, config: WorkerSettings, main: WorkerMain) -> None:
+    store = context.bus.store
+    entry = await store.workloads.get(config.workload)
+    if entry is None:
+        raise Rejected(
+            f"workload {config.workload!r} has no record: it was withdrawn, or --nats-url is another system's"
+        )
+    worker = WorkerContext(
+        service=context,
+        bus=context.bus,
+        store=store,
+        workload=entry.value,
+        assignment=config.assignment,
+        node=config.node,
+        home=config.home,
+        device_bytes=config.device_bytes,
+        stopping=context.stopping,
+    )
+    process_started = psutil.Process().create_time()
+    worker.phases.append(
+        Phase(name="start", started_at=process_started, seconds=max(0.0, time.time() - process_started))
+    )
+    revision = await _go_live(worker)
+    if revision is None:
+        return
+    context.checks["lease"] = check(lambda: worker.lease_held, "the lease could not be renewed lately")
+    renewing = asyncio.create_task(_renew(worker, revision), name="renew lease")
+    working = asyncio.ensure_future(main(worker))
+    try:
+        await asyncio.wait({renewing, working}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():  # fenced: the seat is not ours any more
+            context.stopping.set()
+            context.bus.stopping.set()
+            await asyncio.wait({working}, timeout=5.0)
+        if working.done():
+            working.result()
+        if renewing.done():
+            renewing.result()
+    finally:
+        for task in (renewing, working):
+            task.cancel()
+        await asyncio.gather(renewing, working, return_exceptions=True)
+
+
+async def _go_live(worker: WorkerContext) -> int | None:
+    """Starting → live by CAS. None: fenced before the start, or another process is live on this assignment."""
+    entry = await worker.store.leases.get(worker.assignment)
+    if entry is None or entry.value.state is not LeaseState.STARTING:
+        state = "absent" if entry is None else entry.value.state
+        log.warning("lease is %s, not starting: this process must not run assignment=%s", state, worker.assignment)
+        return None
+    live = LeaseRecord(state=LeaseState.LIVE, holder=f"{worker.node}:{os.getpid()}", renewals=0)
+    try:
+        return await worker.store.leases.write(worker.assignment, live, last=entry.revision)
+    except Conflict:
+        log.warning("lease was fenced while starting assignment=%s", worker.assignment)
+        return None
+
+
+async def _renew(worker: WorkerContext, revision: int) -> None:
+    """Renew until fenced; returns then. A bus outage only delays: nobody expires while the bus is away (E13)."""
+    renewals = 0
+    while True:
+        await asyncio.sleep(RENEW_S)
+        renewals += 1
+        record = LeaseRecord(state=LeaseState.LIVE, holder=f"{worker.node}:{os.getpid()}", renewals=renewals)
+        try:
+            revision = await worker.store.leases.write(worker.assignment, record, last=revision)
+        except Conflict:
+            log.warning("fenced: the lease is not ours any more assignment=%s", worker.assignment)
+            return
+        except Transient as error:
+            log.warning("lease not renewed: %s", error)
+            continue
+        worker.renewed_at = time.monotonic()
