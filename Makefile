@@ -4,12 +4,59 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The CPU build of torch keeps the set-up small; on a GPU host install the extras yourself (README, "On GPUs").
 TORCH ?= torch==2.13.0
+SUITES := $(wildcard tests/unit tests/bus tests/simulation tests/e2e)
+SOURCES := $(wildcard libs services tests scripts)
 
-.PHONY: setup
-setup: $(VENV)/.installed
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-unit test-bus test-e2e test-docker check fmt bench rules clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.installed  ## make .venv with everything needed here
 
 $(VENV)/.installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]" "$(TORCH)"
 	touch $@
+
+demo: setup  ## the whole loop on this machine: jobs published, seated, trained, rewards rising, a report
+	$(BIN)/python -m openrl_client.demo $(ARGS)
+
+test: setup  ## every fast suite (under ten minutes)
+	$(BIN)/python -m pytest $(SUITES) $(ARGS)
+
+test-unit: setup  ## the pure cores: no sleeping, no processes
+	$(BIN)/python -m pytest tests/unit $(ARGS)
+
+test-bus: setup  ## bus and store against a real nats-server
+	$(BIN)/python -m pytest tests/bus $(ARGS)
+
+test-e2e: setup  ## every service, for real
+	$(BIN)/python -m pytest tests/e2e $(ARGS)
+
+test-docker: setup  ## only what needs a Docker engine on DOCKER_HOST
+	$(BIN)/python -m pytest tests/bus -m docker $(ARGS)
+
+check: setup  ## format, lint, types, import contracts, the list of rules
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/rules.py --check
+
+fmt: setup  ## format, and mend what ruff can mend
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+bench: setup  ## seat grants a second, machine-readable
+	$(BIN)/openrl bench seats --json $(ARGS)
+
+rules: setup  ## rule -> the tests that name it
+	$(BIN)/python scripts/rules.py
+
+clean:  ## remove caches and build output (.venv stays)
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

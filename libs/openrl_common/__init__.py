@@ -2,3 +2,5 @@
 
 Never imports torch or vllm, so that a client and the control services stay small.
 """
+
+__version__ = "0.1.0"

@@ -1,0 +1,130 @@
+"""Which tests name which rule of docs/rules.md (``make rules``), and whether that list is complete (``--check``).
+
+A test names a rule in its name (``test_S2_...``), its docstring, or the docstring of its class or module. ``--check``
+fails when the list has a gap, a duplicate or an empty line, or when any file of the repository cites a rule of one of
+its series that the list lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RULES_PATH = ROOT / "docs" / "rules.md"
+# How many rules each series has. A new rule is added to docs/rules.md and here.
+SERIES = {
+    "E": 19,
+    "P": 13,
+    "S": 7,
+    "L": 7,
+    "W": 6,
+    "F": 6,
+    "M": 4,
+    "B": 8,
+    "T": 7,
+    "R": 14,
+    "V": 13,
+    "K": 11,
+    "C": 6,
+    "D": 5,
+    "O": 4,
+}
+_ROW = re.compile(r"^\| (?P<rule>[A-Z]\d{1,2}) \| (?P<line>.*?) \|$", re.MULTILINE)
+_CITED = re.compile(r"(?<![A-Za-z0-9.])([EPSLWFMBTRVKCDO]\d{1,2})(?![A-Za-z0-9])")
+_IN_BRACKETS = re.compile(r"\(((?:\d\d-)?[EPSLWFMBTRVKCDO]\d{1,2}(?:[,;] (?:\d\d-)?[EPSLWFMBTRVKCDO]\d{1,2})*)\)")
+
+
+def listed_rules(text: str) -> dict[str, str]:
+    """Rule id to its line. Raises ValueError on a rule that is listed twice."""
+    rules: dict[str, str] = {}
+    for match in _ROW.finditer(text):
+        if match["rule"] in rules:
+            raise ValueError(f"docs/rules.md lists {match['rule']} twice")
+        rules[match["rule"]] = match["line"]
+    return rules
+
+
+def named_by_tests(source: str) -> Iterator[tuple[str, str]]:
+    """Pairs (rule, test name) of one test file."""
+    tree = ast.parse(source)
+
+    def visit(node: ast.AST, inherited: set[str]) -> Iterator[tuple[str, str]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                yield from visit(child, inherited | _cited(ast.get_docstring(child)))
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and child.name.startswith("test"):
+                named = _cited(ast.get_docstring(child)) | _cited(child.name.replace("_", " "))
+                for rule in inherited | named:
+                    yield rule, child.name
+
+    yield from visit(tree, _cited(ast.get_docstring(tree)))
+
+
+def _cited(text: str | None) -> set[str]:
+    return set(_CITED.findall(text or ""))
+
+
+def tests_by_rule() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for rule, test in named_by_tests(path.read_text()):
+            found[rule].append(f"{path.relative_to(ROOT)}::{test}")
+    return found
+
+
+def problems(rules: dict[str, str]) -> list[str]:
+    expected = [f"{letter}{number}" for letter, count in SERIES.items() for number in range(1, count + 1)]
+    found = [f"docs/rules.md lacks {rule}" for rule in expected if rule not in rules]
+    found += [f"docs/rules.md lists {rule}, which no series has" for rule in rules if rule not in expected]
+    found += [f"docs/rules.md says nothing about {rule}" for rule, line in rules.items() if not line.strip()]
+    for folder in ("libs", "services", "tests", "docs"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix not in (".py", ".md") or path == RULES_PATH:
+                continue
+            for bracket in _IN_BRACKETS.findall(path.read_text()):
+                found += [
+                    f"{path.relative_to(ROOT)} cites {rule}, which docs/rules.md lacks"
+                    for rule in sorted(_cited(bracket.replace("-", " ")))
+                    if rule not in rules
+                ]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="only check that docs/rules.md is complete")
+    parser.add_argument("--missing", action="store_true", help="list only the rules that no test names")
+    arguments = parser.parse_args()
+    try:
+        rules = listed_rules(RULES_PATH.read_text())
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if arguments.check:
+        found = problems(rules)
+        for problem in found:
+            print(f"error: {problem}", file=sys.stderr)
+        print(f"docs/rules.md: {len(rules)} rules, {len(found)} problems")
+        return 1 if found else 0
+    tests = tests_by_rule()
+    for rule, line in rules.items():
+        if tests.get(rule) and arguments.missing:
+            continue
+        print(f"{rule:4} {line}")
+        for test in tests.get(rule, ()):
+            print(f"       {test}")
+    without = [rule for rule in rules if not tests.get(rule)]
+    print(
+        f"\n{len(rules)} rules, {len(rules) - len(without)} named by tests, {len(without)} by none: {' '.join(without)}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
