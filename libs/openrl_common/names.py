@@ -27,7 +27,7 @@ def check_name(kind: str, name: str, characters_max: int) -> str:
     """Return ``name`` when it is a legal token; raise Rejected, naming the value and the rule, when it is not."""
     if not _NAME.fullmatch(name) or len(name) > characters_max:
         raise Rejected(
-            f"{kind} {name!r} is not usable: use 1 to {characters_max} characters a-z, 0-9 and single hyphens between them",
+            f"{kind} {name!r} is not usable: use 1 to {characters_max} characters a-z, 0-9 and single hyphens between",
             code="bad-name",
         )
     return name

@@ -27,7 +27,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 # --- what a client asks for -------------------------------------------------------------------------------------
 
 
-class LoraSpec(Record, kw_only=True, forbid_unknown_fields=True):
+class LoraSpec(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """LoRA settings of one job. ``target_modules`` empty means every linear layer but the head."""
 
     rank: int = 16
@@ -36,7 +36,7 @@ class LoraSpec(Record, kw_only=True, forbid_unknown_fields=True):
     target_modules: tuple[str, ...] = ()
 
 
-class Overrides(Record, kw_only=True, forbid_unknown_fields=True):
+class Overrides(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Per-job overrides of the estimator (M2), GiB. None keeps the formula."""
 
     trainer_device_gib: float | None = None
@@ -45,7 +45,7 @@ class Overrides(Record, kw_only=True, forbid_unknown_fields=True):
     sampler_host_gib: float | None = None
 
 
-class JobSpec(Record, kw_only=True, forbid_unknown_fields=True):
+class JobSpec(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A job as the client submits it. Unknown fields are refused: a typo must not be ignored.
 
     Attributes:
@@ -87,7 +87,7 @@ class JobPhase(StrEnum):
         return self in (JobPhase.FINISHED, JobPhase.FAILED, JobPhase.CANCELLED)
 
 
-class JobRecord(Record, kw_only=True):
+class JobRecord(Record, frozen=True, kw_only=True):
     """Key ``<tenant>.<job>`` in openrl_jobs.
 
     Attributes:
@@ -141,7 +141,7 @@ class Reason(StrEnum):
     RETRYING = "Retrying"
 
 
-class Shape(Record, kw_only=True):
+class Shape(Record, frozen=True, kw_only=True):
     """What one workload needs of a claim (estimator, M2)."""
 
     role: Role
@@ -151,7 +151,7 @@ class Shape(Record, kw_only=True):
     exclusive: bool = False
 
 
-class Wait(Record, kw_only=True):
+class Wait(Record, frozen=True, kw_only=True):
     """One finished or standing wait of a workload, for ``explain`` and the report."""
 
     reason: Reason
@@ -160,7 +160,7 @@ class Wait(Record, kw_only=True):
     until: float | None = None
 
 
-class Avoid(Record, kw_only=True):
+class Avoid(Record, frozen=True, kw_only=True):
     """P13: a node or claim that failed this workload, until ``until``."""
 
     node: str = ""
@@ -169,7 +169,7 @@ class Avoid(Record, kw_only=True):
     why: str = ""
 
 
-class WorkloadRecord(Record, kw_only=True):
+class WorkloadRecord(Record, frozen=True, kw_only=True):
     """Key ``<workload>`` in openrl_workloads.
 
     Attributes:
@@ -223,7 +223,7 @@ class SeatState(StrEnum):
     RELEASING = "releasing"
 
 
-class SeatRecord(Record, kw_only=True):
+class SeatRecord(Record, frozen=True, kw_only=True):
     """Key ``seat.<workload>``. ``closed``: the highest incarnation that may never book again."""
 
     state: SeatState = SeatState.EMPTY
@@ -241,7 +241,7 @@ class ClaimState(StrEnum):
     QUARANTINED = "quarantined"
 
 
-class Tier(Record, kw_only=True):
+class Tier(Record, frozen=True, kw_only=True):
     """One acceptable device shape of a claim (P9): floor in exact bytes, ceiling in whole GiB."""
 
     count: int
@@ -249,7 +249,7 @@ class Tier(Record, kw_only=True):
     ceiling_gib: int
 
 
-class ClaimEntry(Record, kw_only=True):
+class ClaimEntry(Record, frozen=True, kw_only=True):
     """One seat (or reservation) on a claim."""
 
     workload: str
@@ -263,7 +263,7 @@ class ClaimEntry(Record, kw_only=True):
     reserved_at: float
 
 
-class ClaimRecord(Record, kw_only=True):
+class ClaimRecord(Record, frozen=True, kw_only=True):
     """Key ``claim.<id>``. ``entries`` is keyed by assignment id.
 
     ``order`` is the founder's place in the waiting line (priority descending, then incarnation): the local launcher
@@ -282,13 +282,13 @@ class ClaimRecord(Record, kw_only=True):
     seats_peak: int = 0
 
 
-class NodeEntry(Record, kw_only=True):
+class NodeEntry(Record, frozen=True, kw_only=True):
     workload: str
     claim: str
     host_bytes: int
 
 
-class NodeBudget(Record, kw_only=True):
+class NodeBudget(Record, frozen=True, kw_only=True):
     """Key ``node.<node>`` in openrl_ledger: host memory reserved per assignment (P6)."""
 
     entries: dict[str, NodeEntry] = {}
@@ -297,13 +297,13 @@ class NodeBudget(Record, kw_only=True):
 # --- the launcher's buckets: openrl_nodes, openrl_claims, openrl_workers -----------------------------------------
 
 
-class Device(Record, kw_only=True):
+class Device(Record, frozen=True, kw_only=True):
     device: str
     memory_bytes: int
     model: str = ""
 
 
-class NodeRecord(Record, kw_only=True):
+class NodeRecord(Record, frozen=True, kw_only=True):
     """Key ``<node>`` in openrl_nodes. ``host_allocatable_bytes`` 0 = unknown (P6 then skips the check and says so).
 
     ``roles`` empty = both roles (P1). ``beat`` rises with every heartbeat (B5).
@@ -329,7 +329,7 @@ class CutState(StrEnum):
     QUARANTINED = "quarantined"
 
 
-class CutRecord(Record, kw_only=True):
+class CutRecord(Record, frozen=True, kw_only=True):
     """Key ``claim.<id>`` in openrl_claims: what the backend says of a claim. ``freed`` is final."""
 
     state: CutState
@@ -340,7 +340,7 @@ class CutRecord(Record, kw_only=True):
     why: str = ""
 
 
-class DeviceHold(Record, kw_only=True):
+class DeviceHold(Record, frozen=True, kw_only=True):
     """Key ``dev.<node>.<device>`` in openrl_claims (B8): the one claim this device is cut for, empty when free."""
 
     claim: str = ""
@@ -354,7 +354,7 @@ class WorkerState(StrEnum):
     GONE = "gone"
 
 
-class WorkerRecord(Record, kw_only=True):
+class WorkerRecord(Record, frozen=True, kw_only=True):
     """Key ``<assignment>`` in openrl_workers. ``started_at`` is the kernel's process start time (pid reuse)."""
 
     assignment: str
@@ -381,8 +381,8 @@ class LeaseState(StrEnum):
     TOMBSTONE = "tombstone"
 
 
-class LeaseRecord(Record, kw_only=True):
-    """Key ``lease.<assignment>`` in openrl_leases (B7). ``found``: what a fence replaced (none, starting, live, lapsed)."""
+class LeaseRecord(Record, frozen=True, kw_only=True):
+    """Key ``lease.<assignment>`` in openrl_leases (B7). ``found``: what a fence replaced: none, starting, live, lapsed."""
 
     state: LeaseState
     holder: str = ""
@@ -391,7 +391,7 @@ class LeaseRecord(Record, kw_only=True):
     why: str = ""
 
 
-class Phase(Record, kw_only=True):
+class Phase(Record, frozen=True, kw_only=True):
     """One stamped phase of a worker's start: UTC start and monotonic duration, seconds."""
 
     name: str
@@ -400,7 +400,7 @@ class Phase(Record, kw_only=True):
     detail: str = ""
 
 
-class ReadyRecord(Record, kw_only=True):
+class ReadyRecord(Record, frozen=True, kw_only=True):
     """Key ``<assignment>`` in openrl_ready, written by the worker itself."""
 
     assignment: str
@@ -415,7 +415,7 @@ class ReadyRecord(Record, kw_only=True):
 # --- the trainer's buckets: openrl_weights, openrl_results --------------------------------------------------------
 
 
-class WeightsRecord(Record, kw_only=True):
+class WeightsRecord(Record, frozen=True, kw_only=True):
     """Key ``<tenant>.<job>`` in openrl_weights: the newest published version, so that a restarted sampler finds it.
 
     ``format`` is ``full`` or ``lora``; ``manifest`` the path of manifest.json, ``digest`` its SHA-256.

@@ -1,9 +1,9 @@
-"""Logs and traces of one process (O2, O3). structlog and the OpenTelemetry SDK are imported by the set-up functions only.
+"""Logs and traces of one process (O2, O3). structlog and the SDK are imported by the set-up functions only.
 
 ``inject_context`` and ``extract_context`` need the OpenTelemetry API alone (0.07 s), so that a client that imports the
-bus pays for neither structlog (0.24 s) nor the SDK. Modules that both use log through the standard ``logging``: its records
-come out in the same form, with the same trace ids. Spans are exported only when ``OTEL_EXPORTER_OTLP_ENDPOINT`` is set,
-in batches by a thread: a slow collector drops spans, it never blocks a service.
+bus pays for neither structlog (0.24 s) nor the SDK. Modules that both use log through the standard ``logging``: its
+records come out in the same form, with the same trace ids. Spans are exported only when ``OTEL_EXPORTER_OTLP_ENDPOINT``
+is set, in batches by a thread: a slow collector drops spans, it never blocks a service.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of every request and answer."""
 
 
-class Datum(Wire, kw_only=True, forbid_unknown_fields=True):
+class Datum(Wire, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One sequence to train on.
 
     Attributes:
@@ -31,7 +31,7 @@ class Datum(Wire, kw_only=True, forbid_unknown_fields=True):
     advantages: list[float] = []
 
 
-class AdamParams(Wire, kw_only=True, forbid_unknown_fields=True):
+class AdamParams(Wire, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """AdamW for this one step (R9: every setting is honoured on every step). ``grad_clip`` 0 = no clipping."""
 
     learning_rate: float
@@ -42,7 +42,7 @@ class AdamParams(Wire, kw_only=True, forbid_unknown_fields=True):
     grad_clip: float = 1.0
 
 
-class TrainRequest(Wire, kw_only=True, tag_field="op"):
+class TrainRequest(Wire, frozen=True, kw_only=True, tag_field="op"):
     """One entry of a job's training log. ``seq`` starts at 1 and has no gaps within one incarnation of the job."""
 
     seq: int
@@ -50,13 +50,13 @@ class TrainRequest(Wire, kw_only=True, tag_field="op"):
     reply_to: str = ""
 
 
-class Forward(TrainRequest, kw_only=True, tag="forward"):
+class Forward(TrainRequest, frozen=True, kw_only=True, tag="forward"):
     """Log-probabilities of the data under the current weights; no gradients."""
 
     data: list[Datum]
 
 
-class ForwardBackward(TrainRequest, kw_only=True, tag="forward_backward"):
+class ForwardBackward(TrainRequest, frozen=True, kw_only=True, tag="forward_backward"):
     """Accumulate gradients of ``loss`` over ``data``; ``normalizer`` divides the summed loss (1 = token sum, R8).
 
     ``loss_config``: ``clip_low``/``clip_high`` for ppo (default 0.2 each), ``kl`` (coefficient, default 0).
@@ -68,25 +68,25 @@ class ForwardBackward(TrainRequest, kw_only=True, tag="forward_backward"):
     normalizer: float = 1.0
 
 
-class OptimStep(TrainRequest, kw_only=True, tag="optim_step"):
+class OptimStep(TrainRequest, frozen=True, kw_only=True, tag="optim_step"):
     """Apply the accumulated gradients with AdamW, then clear them."""
 
     adam: AdamParams
 
 
-class SaveWeights(TrainRequest, kw_only=True, tag="save_weights"):
+class SaveWeights(TrainRequest, frozen=True, kw_only=True, tag="save_weights"):
     """Write a weights version (R11) and publish WeightsReady."""
 
 
-class SaveState(TrainRequest, kw_only=True, tag="save_state"):
+class SaveState(TrainRequest, frozen=True, kw_only=True, tag="save_state"):
     name: str
 
 
-class LoadState(TrainRequest, kw_only=True, tag="load_state"):
+class LoadState(TrainRequest, frozen=True, kw_only=True, tag="load_state"):
     name: str
 
 
-class PayloadRef(TrainRequest, kw_only=True, tag="ref"):
+class PayloadRef(TrainRequest, frozen=True, kw_only=True, tag="ref"):
     """A request too large for a message (R7): the real one is the object ``object_name`` with this SHA-256."""
 
     object_name: str
@@ -98,14 +98,14 @@ AnyTrainRequest = Forward | ForwardBackward | OptimStep | SaveWeights | SaveStat
 TRAIN_DECODER: msgspec.json.Decoder[AnyTrainRequest] = msgspec.json.Decoder(AnyTrainRequest)
 
 
-class ErrorInfo(Wire, kw_only=True):
+class ErrorInfo(Wire, frozen=True, kw_only=True):
     """A typed error: a stable ``code`` and one line for a person."""
 
     code: str
     message: str
 
 
-class TrainResult(Wire, kw_only=True):
+class TrainResult(Wire, frozen=True, kw_only=True):
     """Answer to one TrainRequest; kept in openrl_results under ``<tenant>.<job>.<incarnation>.<seq>``.
 
     Attributes:
@@ -125,7 +125,7 @@ class TrainResult(Wire, kw_only=True):
 RESULT_DECODER: msgspec.json.Decoder[TrainResult] = msgspec.json.Decoder(TrainResult)
 
 
-class SamplingParams(Wire, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(Wire, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to sample (V10). ``temperature`` 0 = greedy. ``seed`` None = not reproducible.
 
     ``top_k`` 0 and ``top_p`` 1.0 and ``min_p`` 0.0 switch the filters off. Returned logprobs are of the model's
@@ -144,7 +144,7 @@ class SamplingParams(Wire, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs: bool = False
 
 
-class SampleRequest(Wire, kw_only=True):
+class SampleRequest(Wire, frozen=True, kw_only=True):
     """Ask a runtime for completions. ``deadline`` is Unix seconds; later answers are not sent.
 
     ``at_least``: do not start before this weights version serves; ``exact``: only with this one. At most one of them.
@@ -163,7 +163,7 @@ class SampleRequest(Wire, kw_only=True):
     exact: int | None = None
 
 
-class Sequence(Wire, kw_only=True):
+class Sequence(Wire, frozen=True, kw_only=True):
     """One completion: ``tokens``, their ``logprobs`` and the weights ``versions`` that produced each; why it ended.
 
     ``finish_reason``: ``stop`` (stop id or string, or eos; included in tokens) or ``length``.
@@ -175,7 +175,7 @@ class Sequence(Wire, kw_only=True):
     finish_reason: str
 
 
-class SampleResult(Wire, kw_only=True):
+class SampleResult(Wire, frozen=True, kw_only=True):
     """``sequences[p][i]``: completion i of prompt p. ``prompt_logprobs[p]`` aligned with the prompt when asked for."""
 
     request: str
