@@ -51,7 +51,7 @@ def find_url(url: str | None = None, home: Path | None = None) -> str:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])["nats_url"]
     except (OSError, KeyError, msgspec.MsgspecError):
         raise Unreachable(
-            f"no OpenRL system is up for {path.parent}: start one with `openrl up`, or set OPEN_RL_NATS_URL (--nats-url)"
+            f"no OpenRL system is up for {path.parent}: start one with `openrl up`, or name one with OPEN_RL_NATS_URL"
         ) from None
     return str(found)
 

@@ -186,7 +186,7 @@ class Job:
         """Wait until trainer and sampler both answer; ``on_progress`` hears every change, waiting reasons included.
 
         Raises:
-            JobEndedError: the job ended first (``impossible``, ``placement-timeout``, ``worker-failed``, ``cancelled`` …).
+            JobEndedError: the job ended first (``impossible``, ``placement-timeout``, ``worker-failed`` …).
             TimedOut: ``timeout_s`` passed; the job goes on waiting.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s

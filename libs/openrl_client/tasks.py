@@ -93,7 +93,7 @@ class FunctionTask:
 
 
 class LetterTask:
-    """Sort 3 to 5 letters: ``sort dbca=`` → ``abcd``, ``desc dbca=`` → ``dcba``. Reward 1 for the exact answer that ends.
+    """Sort 3 to 5 letters: ``sort dbca=`` → ``abcd``, ``desc dbca=`` → ``dcba``. Reward 1 for the exact answer.
 
     Demonstrations are noisy on purpose: with probability ``noise`` two neighbouring letters of the answer are
     swapped, so that a policy that imitates them is right about half of the time and GRPO has something to fix.

@@ -35,7 +35,7 @@ UNREACHABLE_AFTER_S = 120.0
 
 
 class Pending(Awaitable[TrainResult]):
-    """One request in flight. Await it for the TrainResult; a refused request raises Rejected with the trainer's code."""
+    """One request in flight. Await it for the TrainResult; a refused one raises Rejected with the trainer's code."""
 
     def __init__(self, seq: int, future: asyncio.Future[TrainResult]) -> None:
         self.seq = seq
