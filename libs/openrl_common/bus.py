@@ -306,7 +306,7 @@ class Bus:
                     headers=dict(all_headers),
                     msg_ttl=None if ttl_s is None else max(1, round(ttl_s)),
                 )
-                return ack.seq
+                return int(ack.seq)
             except NETWORK_ERRORS as error:
                 if time.monotonic() >= deadline:
                     raise Unreachable(
@@ -382,7 +382,8 @@ class Bus:
         """Handle messages of a durable consumer until cancelled or ``stopping`` is set.
 
         With ``concurrency`` 1 the stream's order is the handling order (redeliveries aside). A message whose handler
-        keeps failing goes to the dead letters after ``max_deliver`` deliveries (Transient errors: 1,000). A Bug is raised.
+        keeps failing goes to the dead letters after ``max_deliver`` deliveries (Transient errors: 1,000). A Bug is
+        raised.
 
         Args:
             bound: set once the consumer exists, for readiness.

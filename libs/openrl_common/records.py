@@ -209,6 +209,8 @@ class WorkloadRecord(Record, frozen=True, kw_only=True):
     waits: tuple[Wait, ...] = ()
     avoid: tuple[Avoid, ...] = ()
     estimate: dict[str, float] = {}
+    idle_since: float | None = None
+    """A LoRA runtime without jobs, since when (P12)."""
     placed_at: float | None = None
     ready_at: float | None = None
     ended_at: float | None = None
@@ -224,13 +226,28 @@ class SeatState(StrEnum):
 
 
 class SeatRecord(Record, frozen=True, kw_only=True):
-    """Key ``seat.<workload>``. ``closed``: the highest incarnation that may never book again."""
+    """Key ``seat.<workload>``. ``closed``: the highest incarnation that may never book again.
+
+    An empty seat keeps the assignment and claim it last named, so that a redelivered WorkerGone publishes again what a
+    crash may have left unpublished. ``attempt`` is that of the request that booked last: an older one is a late
+    duplicate. ``successor`` is the newer incarnation's request that waits for this one to be gone (S3).
+    """
 
     state: SeatState = SeatState.EMPTY
     incarnation: int = 0
     assignment: str = ""
     claim: str = ""
     closed: int = 0
+    attempt: int = 0
+    successor: Successor | None = None
+
+
+class Successor(Record, frozen=True, kw_only=True):
+    """What S3 needs to put a newer incarnation in its predecessor's place."""
+
+    incarnation: int
+    attempt: int
+    entry: ClaimEntry
 
 
 class ClaimState(StrEnum):
@@ -368,6 +385,9 @@ class WorkerRecord(Record, frozen=True, kw_only=True):
     launched_at: float = 0.0
     log_path: str = ""
     restarts: int = 0
+    """How often it was started again, for whatever reason."""
+    failures: int = 0
+    """Exits of its own in a row (F4); a long healthy run starts the count anew."""
     exit_code: int | None = None
     why: str = ""
 
@@ -382,7 +402,7 @@ class LeaseState(StrEnum):
 
 
 class LeaseRecord(Record, frozen=True, kw_only=True):
-    """Key ``lease.<assignment>`` in openrl_leases (B7). ``found``: what a fence replaced: none, starting, live, lapsed."""
+    """Key ``lease.<assignment>`` in openrl_leases (B7). ``found``: what a fence replaced (none, starting, live)."""
 
     state: LeaseState
     holder: str = ""

@@ -184,7 +184,7 @@ class Bucket(Generic[T]):
         while True:
             try:
                 ack = await self._bus.jetstream.publish(self._root + key, body, timeout=_TRY_S, headers=dict(headers))
-                return ack.seq
+                return int(ack.seq)
             except NETWORK_ERRORS as error:
                 unknown = True
                 if time.monotonic() > deadline:
@@ -204,7 +204,7 @@ class Bucket(Generic[T]):
                     standing = await self._last(key, direct=False)
                     if standing is not None and (standing.headers or {}).get(_WRITE_ID) == write_id:
                         assert standing.seq is not None
-                        return standing.seq
+                        return int(standing.seq)
                     raise UnknownOutcome(f"bucket {self._name}, key {key}: changed by another writer") from error
                 raise Conflict(f"bucket {self._name}, key {key}: changed by another writer") from error
 
@@ -232,7 +232,7 @@ class Bucket(Generic[T]):
                 num_replicas=1,
             )
             info.append(await self._bus.jetstream.add_consumer(self._stream, config=config))
-            return info[-1].name
+            return str(info[-1].name)
 
         listed: dict[str, Entry[T]] = {}
         puller = self._bus.new_puller(self._stream, ensure, capacity=_LIST_BATCH, ordered=True)

@@ -1,0 +1,105 @@
+"""The janitor (L6): finds what a crash left behind, and repairs it through the same functions as everybody else.
+
+Pure: ``sightings`` looks at a snapshot and names each leftover; the shell repairs one only when two snapshots a grace
+apart show it, so that a booking in flight is spared. It frees nothing that a launcher has not confirmed gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from openrl_common.events import ClaimRetired
+from openrl_common.records import ClaimRecord, ClaimState, LeaseRecord, LeaseState, NodeBudget, SeatRecord, SeatState
+from openrl_ledger.core import releasing
+from openrl_ledger.core.ops import (
+    TRIES_MAX,
+    Contended,
+    Emit,
+    Pause,
+    Steps,
+    Table,
+    Write,
+    drop_node_entry,
+    names,
+    read_claim,
+)
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """One thing to repair. ``kind``: reservation, unlisted-seat, fenced-seat, node-entry, empty-claim."""
+
+    kind: str
+    workload: str
+    assignment: str
+    claim: str
+    node: str
+    tenant: str
+
+
+def sightings(
+    seats: Mapping[str, SeatRecord],
+    claims: Mapping[str, ClaimRecord],
+    budgets: Mapping[str, NodeBudget],
+    leases: Mapping[str, LeaseRecord],
+) -> set[Leftover]:
+    """Every leftover in one snapshot of the bucket."""
+    found: set[Leftover] = set()
+    for claim_id, claim in claims.items():
+        for assignment, entry in claim.entries.items():
+            seat = seats.get(entry.workload, SeatRecord())
+            if not names(seat, assignment, claim_id):
+                found.add(Leftover("reservation", entry.workload, assignment, claim_id, claim.node, entry.tenant))
+        if not claim.entries and claim.state in (ClaimState.PENDING, ClaimState.ALLOCATED):
+            found.add(Leftover("empty-claim", "", "", claim_id, claim.node, ""))
+    for workload, seat in seats.items():
+        if seat.state is SeatState.EMPTY:
+            continue
+        holder = claims.get(seat.claim)
+        lease = leases.get(seat.assignment)
+        tenant = ""
+        if holder is not None and seat.assignment in holder.entries:
+            tenant = holder.entries[seat.assignment].tenant
+            if seat.state is SeatState.HELD and lease is not None and lease.state is LeaseState.TOMBSTONE:
+                found.add(Leftover("fenced-seat", workload, seat.assignment, seat.claim, holder.node, tenant))
+        elif seat.state is SeatState.HELD or lease is None or lease.found == "none":
+            found.add(Leftover("unlisted-seat", workload, seat.assignment, seat.claim, "", tenant))
+    for node, budget in budgets.items():
+        for assignment, reserved in budget.entries.items():
+            holder = claims.get(reserved.claim)
+            if holder is None or assignment not in holder.entries:
+                found.add(Leftover("node-entry", reserved.workload, assignment, reserved.claim, node, ""))
+    return found
+
+
+def repair(leftover: Leftover, tenant: str, incarnation: int) -> Steps[None]:
+    """Repair one leftover that was seen twice. ``tenant``, ``incarnation``: of the workload's seat."""
+    if leftover.kind == "reservation":
+        yield from releasing.clean(leftover.workload, leftover.assignment, leftover.claim)
+    elif leftover.kind == "unlisted-seat":
+        yield from releasing.fence(leftover.assignment, "its claim does not list it")
+        yield from releasing.finish(leftover.workload, tenant, leftover.assignment, leftover.claim)
+    elif leftover.kind == "fenced-seat":
+        yield from releasing.request_release(leftover.workload, tenant, incarnation, leftover.assignment, close=False)
+    elif leftover.kind == "node-entry":
+        if (yield from releasing.clean(leftover.workload, leftover.assignment, leftover.claim)):
+            yield from drop_node_entry(leftover.node, leftover.assignment)
+    elif leftover.kind == "empty-claim":
+        yield from _retire_empty(leftover.claim)
+
+
+def _retire_empty(claim_id: str) -> Steps[None]:
+    for tries in range(TRIES_MAX):
+        claim, revision = yield from read_claim(claim_id)
+        if claim is None or claim.entries or claim.state not in (ClaimState.PENDING, ClaimState.ALLOCATED):
+            return
+        retiring = msgspec.structs.replace(claim, state=ClaimState.RETIRING)
+        landed = yield Write(Table.CLAIMS, claim_id, retiring, revision)
+        if isinstance(landed, int):
+            yield Emit(ClaimRetired(claim=claim_id, node=claim.node))
+            return
+        yield Pause(tries)
+    raise Contended(f"claim {claim_id}")

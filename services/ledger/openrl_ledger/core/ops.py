@@ -1,0 +1,193 @@
+"""The steps that a rule yields, and the few helpers every rule is built from.
+
+A rule is a generator: ``value = yield Read(...)``. ``Write`` answers the new revision, or a Lost: the write did not
+land (``DEFINITE``), or it lost but an earlier try of it may have landed in between (``UNKNOWN``, E7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+import msgspec
+
+from openrl_common.events import Event
+from openrl_common.records import (
+    ClaimEntry,
+    ClaimRecord,
+    ClaimState,
+    LeaseRecord,
+    NodeBudget,
+    NodeEntry,
+    NodeRecord,
+    SeatRecord,
+    SeatState,
+)
+from openrl_common.seating import host_refusal
+
+R = TypeVar("R")
+
+
+class Table(Enum):
+    """Where a key lives. NODES is the launcher's inventory and is only read."""
+
+    SEATS = "ledger_seats"
+    CLAIMS = "ledger_claims"
+    BUDGETS = "ledger_nodes"
+    LEASES = "leases"
+    NODES = "nodes"
+
+
+class Lost(Enum):
+    """A write that did not land; see the module docstring."""
+
+    DEFINITE = "definite"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Read:
+    table: Table
+    key: str
+
+
+@dataclass(frozen=True)
+class Write:
+    """Compare-and-swap from revision ``last`` (0: must not exist)."""
+
+    table: Table
+    key: str
+    value: Any
+    last: int
+
+
+@dataclass(frozen=True)
+class Emit:
+    event: Event
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Wait a little, with jitter, before starting over: contention is not "no capacity" (E11)."""
+
+    tries: int
+
+
+Op = Read | Write | Emit | Pause
+Steps = Generator[Op, Any, R]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a rule may not make up itself: the seat limit in force (S6), time and fresh ids."""
+
+    limit: int
+    now: Callable[[], float]
+    mint: Callable[[str], str]
+    """``mint("a")`` is a fresh assignment id, ``mint("c")`` a fresh claim id; never repeated."""
+
+
+TRIES_MAX = 200
+"""Contended retries of one key before the whole handling is given back to the bus: 32 racers needed up to 23."""
+
+
+class Contended(Exception):
+    """TRIES_MAX retries lost against other writers; the message is delivered again later."""
+
+
+def read_seat(workload: str) -> Steps[tuple[SeatRecord, int]]:
+    entry = yield Read(Table.SEATS, workload)
+    return (SeatRecord(), 0) if entry is None else (entry.value, entry.revision)
+
+
+def read_claim(claim: str) -> Steps[tuple[ClaimRecord | None, int]]:
+    entry = yield Read(Table.CLAIMS, claim)
+    return (None, 0) if entry is None else (entry.value, entry.revision)
+
+
+def read_budget(node: str) -> Steps[tuple[NodeBudget, int]]:
+    entry = yield Read(Table.BUDGETS, node)
+    return (NodeBudget(), 0) if entry is None else (entry.value, entry.revision)
+
+
+def read_node(node: str) -> Steps[NodeRecord | None]:
+    entry = yield Read(Table.NODES, node)
+    return None if entry is None else entry.value
+
+
+def read_lease(assignment: str) -> Steps[tuple[LeaseRecord | None, int]]:
+    entry = yield Read(Table.LEASES, assignment)
+    return (None, 0) if entry is None else (entry.value, entry.revision)
+
+
+def names(seat: SeatRecord, assignment: str, claim: str) -> bool:
+    """Whether ``seat`` names this assignment on this claim, held or releasing (L1)."""
+    return seat.state is not SeatState.EMPTY and seat.assignment == assignment and seat.claim == claim
+
+
+def drop_claim_entry(claim_id: str, assignment: str) -> Steps[tuple[ClaimRecord | None, ClaimEntry | None]]:
+    """Take an entry off a claim; the last one out makes the claim retiring in the same CAS (L3).
+
+    Returns:
+        The claim as it stands afterwards and the entry that was taken off (None: it was not listed).
+    """
+    for tries in range(TRIES_MAX):
+        claim, revision = yield from read_claim(claim_id)
+        if claim is None or assignment not in claim.entries:
+            return claim, None
+        entries = {key: entry for key, entry in claim.entries.items() if key != assignment}
+        state = claim.state
+        if not entries and state in (ClaimState.PENDING, ClaimState.ALLOCATED):
+            state = ClaimState.RETIRING
+        changed = msgspec.structs.replace(claim, entries=entries, state=state)
+        landed = yield Write(Table.CLAIMS, claim_id, changed, revision)
+        if isinstance(landed, int):
+            return changed, claim.entries[assignment]
+        if landed is Lost.UNKNOWN:
+            after, _ = yield from read_claim(claim_id)
+            if after is not None and assignment not in after.entries:
+                return after, claim.entries[assignment]
+        yield Pause(tries)
+    raise Contended(f"claim {claim_id}")
+
+
+def add_node_entry(node: str, assignment: str, entry: NodeEntry, *, without: str = "") -> Steps[str | None]:
+    """Reserve host memory on a node (P6), re-checked inside the CAS. Returns why not, None when reserved.
+
+    ``without``: an assignment whose memory is about to be given back and does not count (S3).
+    """
+    for tries in range(TRIES_MAX):
+        budget, revision = yield from read_budget(node)
+        if assignment in budget.entries:
+            return None
+        inventory = yield from read_node(node)
+        if inventory is not None:
+            promised = sum(other.host_bytes for key, other in budget.entries.items() if key != without)
+            refusal = host_refusal(inventory, promised, entry.host_bytes)
+            if refusal:
+                return refusal
+        changed = NodeBudget(entries={**budget.entries, assignment: entry})
+        landed = yield Write(Table.BUDGETS, node, changed, revision)
+        if isinstance(landed, int):
+            return None
+        yield Pause(tries)
+    raise Contended(f"node {node}")
+
+
+def drop_node_entry(node: str, assignment: str) -> Steps[int]:
+    """Give host memory back; returns the bytes (0: it was not there)."""
+    if not node:
+        return 0
+    for tries in range(TRIES_MAX):
+        budget, revision = yield from read_budget(node)
+        entry = budget.entries.get(assignment)
+        if entry is None:
+            return 0
+        rest = {key: value for key, value in budget.entries.items() if key != assignment}
+        landed = yield Write(Table.BUDGETS, node, NodeBudget(entries=rest), revision)
+        if isinstance(landed, int):
+            return entry.host_bytes
+        yield Pause(tries)
+    raise Contended(f"node {node}")

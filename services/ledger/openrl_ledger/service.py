@@ -1,0 +1,158 @@
+"""The ledger's shell: drives the steps of the core against the store and the bus, several events at once.
+
+Several replicas may run: they share one durable consumer, and every write is a compare-and-swap. The janitor runs in
+each, two sightings apart and through the same rules; that two replicas repair the same thing at once is harmless.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter, Histogram
+
+from openrl_common.bus import Bus, Delivery
+from openrl_common.errors import Conflict, Transient, UnknownOutcome
+from openrl_common.events import Event, SeatBooked, SeatRefused
+from openrl_common.service import ServiceContext, ServiceSettings, until_stopped
+from openrl_common.store import Bucket
+from openrl_ledger.core import janitor
+from openrl_ledger.core.decide import decide
+from openrl_ledger.core.ops import Contended, Emit, Environment, Lost, Pause, Read, Steps, Table, Write
+
+log = logging.getLogger(__name__)
+
+SUBJECTS = [
+    "openrl.ev.placement.*.seat.*.requested",
+    "openrl.ev.placement.*.seat.*.release-requested",
+    "openrl.ev.launcher._fleet.claim.*.*",
+    "openrl.ev.launcher.*.worker.*.gone",
+]
+_CONCURRENCY = 64
+_PAUSE_S = 0.002
+_PAUSE_MAX_S = 0.25
+
+
+@dataclass(frozen=True)
+class LedgerSettings(ServiceSettings):
+    max_seats_per_claim: int
+    janitor_every_s: float
+
+
+class Ledger:
+    """One replica. ``handle`` is what the consumer calls; tests call it too."""
+
+    def __init__(self, bus: Bus, limit: int) -> None:
+        self._bus = bus
+        self._buckets: dict[Table, Bucket[Any]] = {table: getattr(bus.store, table.value) for table in Table}
+        self.environment = Environment(
+            limit=limit, now=time.time, mint=lambda prefix: f"{prefix}-{secrets.token_hex(6)}"
+        )
+        self.on_event: list[Any] = []
+
+    async def handle(self, delivery: Delivery) -> None:
+        await self.drive(decide(delivery.event(), self.environment))
+
+    async def drive(self, steps: Steps[None]) -> None:
+        """Run a rule to its end. A crash anywhere in between loses nothing: redelivery re-derives (E6)."""
+        answer: Any = None
+        while True:
+            try:
+                step = steps.send(answer)
+            except StopIteration:
+                return
+            except Contended as error:
+                raise Transient(f"{error}: too many other writers, trying again") from error
+            match step:
+                case Read(table, key):
+                    answer = await self._buckets[table].get(key)
+                case Write(table, key, value, last):
+                    answer = await self._write(table, key, value, last)
+                case Emit(event):
+                    await self._emit(event)
+                    answer = None
+                case Pause(tries):
+                    await asyncio.sleep(random.uniform(0, min(_PAUSE_S * 2 ** min(tries, 8), _PAUSE_MAX_S)))
+                    answer = None
+
+    async def _write(self, table: Table, key: str, value: Any, last: int) -> int | Lost:
+        try:
+            return await self._buckets[table].write(key, value, last=last)
+        except UnknownOutcome:
+            return Lost.UNKNOWN
+        except Conflict:
+            return Lost.DEFINITE
+
+    async def _emit(self, event: Event) -> None:
+        await self._bus.publish(event)
+        for callback in self.on_event:
+            callback(event)
+
+    async def tidy(self, grace_s: float, repaired: Counter) -> None:
+        """The janitor's pass, for ever: what two snapshots ``grace_s`` apart both show is repaired."""
+        before: set[janitor.Leftover] = set()
+        while not self._bus.stopping.is_set():
+            try:
+                seats = await self._snapshot(Table.SEATS)
+                seen = janitor.sightings(
+                    seats,
+                    await self._snapshot(Table.CLAIMS),
+                    await self._snapshot(Table.BUDGETS),
+                    await self._snapshot(Table.LEASES),
+                )
+                for leftover in seen & before:
+                    seat = seats.get(leftover.workload)
+                    log.warning("janitor repairs %s", leftover)
+                    await self.drive(
+                        janitor.repair(leftover, leftover.tenant or "_fleet", seat.incarnation if seat else 0)
+                    )
+                    repaired.labels(leftover.kind).inc()
+                before = seen
+            except Transient as error:
+                log.warning("janitor pass left for the next one: %s", error)
+            try:
+                await asyncio.wait_for(self._bus.stopping.wait(), grace_s)
+            except TimeoutError:
+                continue
+
+    async def _snapshot(self, table: Table) -> dict[str, Any]:
+        return {key: entry.value for key, entry in (await self._buckets[table].list()).items()}
+
+
+async def serve(context: ServiceContext, config: LedgerSettings) -> None:
+    """The body of the service: consume events, tidy now and then."""
+    handled = Histogram("openrl_ledger_handle_seconds", "Time to handle one event", registry=context.registry)
+    answers = Counter("openrl_ledger_answers", "Bookings and refusals", ["answer"], registry=context.registry)
+    repaired = Counter("openrl_ledger_janitor_repairs", "Leftovers repaired", ["kind"], registry=context.registry)
+    ledger = Ledger(context.bus, config.max_seats_per_claim)
+
+    def count(event: Event) -> None:
+        if isinstance(event, SeatBooked):
+            answers.labels("founded" if event.founded else "joined").inc()
+        elif isinstance(event, SeatRefused):
+            answers.labels(event.code).inc()
+
+    ledger.on_event.append(count)
+
+    async def handle(delivery: Delivery) -> None:
+        with handled.time():
+            await ledger.handle(delivery)
+
+    bound = context.require("consumer", "the ledger's consumer is not bound yet")
+    await until_stopped(
+        context.stopping,
+        context.bus.consume(
+            stream="OPENRL_EVENTS",
+            durable="ledger",
+            subjects=SUBJECTS,
+            handler=handle,
+            concurrency=_CONCURRENCY,
+            bound=bound,
+        ),
+        ledger.tidy(config.janitor_every_s, repaired),
+    )
