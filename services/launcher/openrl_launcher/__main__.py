@@ -1,0 +1,91 @@
+"""``python -m openrl_launcher``: settings, then the launcher as a service. SIGTERM leaves workers running (E17)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import sys
+from collections.abc import Iterator
+
+import click
+from prometheus_client import Gauge
+
+from openrl_common.errors import Bug, Rejected
+from openrl_common.service import ServiceContext, run
+from openrl_common.settings import from_parameters, settings
+from openrl_launcher.local import LocalBackend
+from openrl_launcher.service import Launcher
+from openrl_launcher.settings import ALL, LauncherSettings
+
+
+@click.command()
+@settings(*ALL)
+def main(**parameters: object) -> None:
+    """Cut claims on this host's devices, start and stop workers, report what the machine says."""
+    config = from_parameters(LauncherSettings, parameters)
+    try:
+        with _only_launcher(config):
+            backend = LocalBackend(
+                home=config.home,
+                node=config.node,
+                nats_url=config.nats_url,
+                declared=config.devices,
+                host_memory_bytes=config.host_memory_bytes,
+                logs_kept=config.logs_kept,
+            )
+
+            async def body(context: ServiceContext) -> None:
+                await _body(context, Launcher(context.bus, backend, config))
+
+            sys.exit(run("launcher", config, body, instance=config.node))
+    except Rejected as error:
+        click.echo(f"openrl launcher: {error}", err=True)
+        sys.exit(2)
+
+
+@contextlib.contextmanager
+def _only_launcher(config: LauncherSettings) -> Iterator[None]:
+    """One launcher per node and home: two would judge the same devices. Released by the kernel when it dies."""
+    path = config.home / "state" / f"launcher-{config.node}.lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("a+")
+    except OSError as error:
+        raise Rejected(f"home {config.home} cannot be written: {error.strerror}; choose another --home") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise Rejected(
+                f"a launcher of node {config.node} already runs (pid {lock.read().strip() or 'unknown'}): "
+                "stop it, or give this one another --node-name"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+async def _body(context: ServiceContext, launcher: Launcher) -> None:
+    """Run the launcher until the service stops; what it does at any moment is finished by the next one (B1)."""
+    context.checks.update(launcher.readiness())
+    Gauge("openrl_launcher_workers", "Worker processes on this node", registry=context.registry).set_function(
+        lambda: launcher.workers.running
+    )
+    running = asyncio.create_task(launcher.run(), name="launcher")
+    stopping = asyncio.create_task(context.stopping.wait())
+    await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if running.done():
+        running.result()
+        raise Bug("the launcher's loop has ended")
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""The shell of the launcher: mirrors, hints and a clock around ``core.decide``, whose answer it carries out.
+
+One reconcile pass follows every change of the ledger's keys, every hint event, every ended worker, and runs at least
+every 2 s (E5): nothing depends on an event having arrived. The heartbeat (B5) is a task of its own, so that a slow pass
+does not make the node look dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+
+from openrl_common.bus import Bus, Delivery
+from openrl_common.controls import StopWorkers, WorkersStopped
+from openrl_common.errors import Transient
+from openrl_common.events import NodeJoined
+from openrl_common.health import Check, check
+from openrl_common.names import query_subject
+from openrl_common.records import ClaimRecord, NodeBudget, NodeRecord, SeatRecord, SeatState
+from openrl_common.store import Entry, Mirror
+from openrl_launcher import core
+from openrl_launcher.backend import Backend
+from openrl_launcher.claims import Claims
+from openrl_launcher.settings import LauncherSettings
+from openrl_launcher.workers import Workers
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 2.0
+PASS_S = 2.0
+_PASS_GAP_S = 0.01
+
+
+class Launcher:
+    """One node's launcher. ``run`` lasts until it is cancelled; workers go on running (E17)."""
+
+    def __init__(self, bus: Bus, backend: Backend, settings: LauncherSettings) -> None:
+        self._bus = bus
+        self._backend = backend
+        self._settings = settings
+        self._node = settings.node
+        self._inventory = backend.inventory()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._changed = asyncio.Event()
+        self._bound = asyncio.Event()
+        self._synced = False
+        self._seats: dict[str, SeatRecord] = {}
+        self._claim_records: dict[str, ClaimRecord] = {}
+        self._budget = NodeBudget()
+        self._mirrors: list[Mirror[Any]] = []
+        self._claims = Claims(bus, node=self._node, clock=time.monotonic, wake=self.wake)
+        self.workers = Workers(
+            bus,
+            backend,
+            self._claims,
+            node=self._node,
+            stop_grace_s=settings.stop_grace_s,
+            restarts_max=settings.restarts_max,
+            clock=time.monotonic,
+            now=time.time,
+            wake=self.wake,
+            spawn=self._spawn,
+        )
+
+    def readiness(self) -> dict[str, Check]:
+        return {
+            "consumer": check(self._bound.is_set, "the consumer is not bound yet"),
+            "caches": check(lambda: self._synced, "the ledger has not been read yet"),
+            "workers": check(lambda: not self.workers.draining, "its workers are being stopped"),
+        }
+
+    def wake(self) -> None:
+        """Ask for another pass soon."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                await self._start(tasks)
+                await self._reconcile()
+        finally:
+            await self._claims.close()
+            for mirror in self._mirrors:
+                await mirror.close()
+
+    # --- start ----------------------------------------------------------------------------------------------
+
+    async def _start(self, tasks: asyncio.TaskGroup) -> None:
+        store = self._bus.store
+        await self._claims.load()
+        self._mirrors.append(await store.ledger_claims.mirror(on_change=self._on_claim))
+        self._mirrors.append(await store.ledger_seats.mirror(on_change=self._on_seat))
+        self._mirrors.append(await store.ledger_nodes.mirror(on_change=self._on_budget))
+        await self.workers.adopt()
+        await self._bus.serve(query_subject("launcher", f"{self._node}.stop-workers"), StopWorkers, self._stop_workers)
+        record = await self._first_beat()
+        tasks.create_task(self._beat(record), name="heartbeat")
+        tasks.create_task(
+            self._bus.consume(
+                stream="OPENRL_EVENTS",
+                durable=f"launcher-{self._node}",
+                subjects=["openrl.ev.ledger.>"],
+                handler=self._on_hint,
+                concurrency=16,
+                bound=self._bound,
+                from_now=True,
+            ),
+            name="hints",
+        )
+        self._synced = True
+        log.info(
+            "node %s joined: %d devices, %d workers adopted", self._node, len(record.devices), self.workers.running
+        )
+
+    async def _first_beat(self) -> NodeRecord:
+        known = await self._bus.store.nodes.get(self._node)
+        record = NodeRecord(
+            node=self._node,
+            devices=self._inventory.devices,
+            host_allocatable_bytes=self._inventory.host_allocatable_bytes,
+            roles=self._settings.roles,
+            declared=self._inventory.declared,
+            beat=1 if known is None else known.value.beat + 1,
+        )
+        await self._bus.store.nodes.put(self._node, record)
+        await self._bus.publish(NodeJoined(node=self._node, session=uuid.uuid4().hex[:12], record=record))
+        return record
+
+    async def _beat(self, record: NodeRecord) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            record = msgspec.structs.replace(record, beat=record.beat + 1)
+            try:
+                await self._bus.store.nodes.put(self._node, record)
+            except Transient as error:
+                log.warning("heartbeat missed: %s", error)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._tasks is not None
+        self._tasks.create_task(work)
+
+    # --- what changed ---------------------------------------------------------------------------------------
+
+    async def _on_hint(self, delivery: Delivery) -> None:
+        self.wake()
+
+    def _on_seat(self, workload: str, entry: Entry[SeatRecord] | None) -> None:
+        if entry is None or entry.value.state is SeatState.EMPTY:
+            self._seats.pop(workload, None)
+        else:
+            self._seats[workload] = entry.value
+        self.wake()
+
+    def _on_claim(self, claim: str, entry: Entry[ClaimRecord] | None) -> None:
+        if entry is None:
+            self._claim_records.pop(claim, None)
+        else:
+            self._claim_records[claim] = entry.value
+        self.wake()
+
+    def _on_budget(self, node: str, entry: Entry[NodeBudget] | None) -> None:
+        if node == self._node:
+            self._budget = NodeBudget() if entry is None else entry.value
+            self.wake()
+
+    async def _stop_workers(self, request: StopWorkers) -> WorkersStopped:
+        log.info("stopping all workers of node %s", self._node)
+        stopped = await self.workers.drain()
+        return WorkersStopped(stopped=stopped)
+
+    # --- the loop -------------------------------------------------------------------------------------------
+
+    async def _reconcile(self) -> None:
+        while True:
+            self._changed.clear()
+            try:
+                for action in core.decide(self._view()):
+                    await self._carry_out(action)
+            except Transient as error:
+                log.warning("reconcile pass cut short: %s", error)
+            await asyncio.sleep(_PASS_GAP_S)  # changes come in bursts: one pass serves them all
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), self._pause_s())
+
+    def _pause_s(self) -> float:
+        restart_at = self.workers.next_restart_at()
+        return PASS_S if restart_at is None else min(PASS_S, max(0.0, restart_at - time.monotonic()))
+
+    def _view(self) -> core.View:
+        return core.View(
+            now=time.monotonic(),
+            node=self._node,
+            devices=self._inventory.devices,
+            claims=self._claim_records,
+            seats=self._seats,
+            cuts=self._claims.cuts,
+            holds=self._claims.holds,
+            workers=self.workers.view(),
+            roles=self._settings.roles,
+            host_allocatable_bytes=self._inventory.host_allocatable_bytes,
+            host_budget=self._budget,
+            draining=self.workers.draining,
+        )
+
+    async def _carry_out(self, action: core.Action) -> None:
+        match action:
+            case core.Start():
+                self.workers.start(action, self._claim_records[action.claim].devices)
+            case core.Stop():
+                self.workers.stop(action)
+            case core.SayGone():
+                await self.workers.say_gone(action.assignment)
+            case core.Forget():
+                await self.workers.forget(action.assignment)
+            case core.Cut():
+                await self._claims.cut(action)
+            case core.SayAllocated():
+                await self._claims.say_allocated(action.claim)
+            case core.Unschedulable():
+                await self._claims.say_unschedulable(action)
+            case core.Free():
+                await self._claims.free(action.claim)
+            case core.SayFreed():
+                await self._claims.say_freed(action.claim)
+            case core.ReleaseDevice():
+                await self._claims.release(action.device, action.claim)
