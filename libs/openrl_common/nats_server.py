@@ -262,15 +262,19 @@ class NatsServer:
             return 0
 
 
-def stop_pid(pid: int, *, grace_s: float = STOP_GRACE_S) -> None:
-    """Stop a server that another process started (see :func:`running_pid`); returns when it is gone."""
+def stop_running(directory: Path, *, grace_s: float = STOP_GRACE_S) -> bool:
+    """Stop the server that owns ``directory``, whoever started it; False when none runs. Returns when it is gone."""
+    pid = running_pid(directory)
+    if pid is None:
+        return False
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + grace_s
-        while time.monotonic() < deadline:
-            os.kill(pid, 0)
+        while running_pid(directory) == pid:
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
             time.sleep(_POLL_S)
-        os.kill(pid, signal.SIGKILL)
+    return True
 
 
 def _port_of(ports_path: Path) -> int | None:

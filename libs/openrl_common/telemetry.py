@@ -70,6 +70,7 @@ def configure_logging(
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.ExtraAdder(),
+        _drop_formatted_message,
         add_constant,
         _add_trace_ids,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -142,6 +143,14 @@ def configure_tracing(service: str, *, instance: str = "") -> Callable[[], None]
         provider.shutdown()
 
     return stop
+
+
+def _drop_formatted_message(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Another handler's formatter leaves ``message`` and ``asctime`` on the record: they repeat ``event``."""
+    if "_record" in event and not event.get("_from_structlog"):
+        event.pop("message", None)
+        event.pop("asctime", None)
+    return event
 
 
 def _add_trace_ids(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
