@@ -1,0 +1,387 @@
+"""The sampler's shell: requests from the bus, weights from KV, one thread that owns the engine.
+
+    OPENRL_SAMPLE ─▶ handle: decode, check, join the waiting line ─▶ … ─▶ answer, then ack
+    openrl_weights, openrl_jobs ─▶ weights_keeper: which updates are due
+    engine loop, until stopped:  apply what is due ─▶ start who may start ─▶ a burst of steps in the thread ─▶ answers
+
+Invariants:
+- only the engine thread touches the engine's tensors, and the loop starts one piece of work on it at a time, so every
+  update is applied at a step boundary (V5);
+- a request is acked after its answer was sent (or its deadline passed); a process that dies leaves it to another (V11);
+- on SIGTERM running calls finish, waiting ones are nak'ed, the process exits 0 (E17).
+
+Not here: how tokens are made (engine), who may start (waiting), which update is due (updates).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from openrl_common.bus import Delivery
+from openrl_common.errors import Poison, Rejected, Transient
+from openrl_common.names import sample_subject
+from openrl_common.nats_server import MAX_PAYLOAD_BYTES
+from openrl_common.records import Phase
+from openrl_common.service import until_stopped
+from openrl_common.wire import SAMPLE_DECODER, ErrorInfo, SampleRequest, SampleResult, SamplingParams
+from openrl_common.worker import WorkerContext, WorkerSettings
+from openrl_sampler.admission import Limits, check_request
+from openrl_sampler.engine import Engine, GenerateCall, Generated
+from openrl_sampler.engines import EngineSettings, check_engine, import_engine, make_engine
+from openrl_sampler.metrics import Metrics
+from openrl_sampler.updates import job_key
+from openrl_sampler.waiting import Waiter, WaitingLine
+from openrl_sampler.weights_keeper import WeightsKeeper
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+ACK_WAIT_S = 5.0
+"""A sampler that died is noticed after this long (V11)."""
+BEAT_S = 1.5
+BURST_S = 0.02
+"""Steps run back to back at most this long before the loop looks at the line and the weights again."""
+LOOK_S = 1.0
+"""How often a wait for a version reads openrl_weights itself, whatever the mirror says (E5, E15)."""
+DELIVERIES_MAX = 4
+"""A request delivered more often than this without an answer is what kills the engine: it gets an error instead."""
+
+
+@dataclass(frozen=True)
+class SamplerSettings(WorkerSettings):
+    """The worker's settings and the sampler's own; see ``__main__`` for what they mean."""
+
+    max_num_seqs: int
+    max_waiting_requests: int
+    max_sequences_per_request: int
+    prefill_tokens: int
+    max_adapters: int
+
+
+@dataclass(slots=True)
+class _InHand:
+    """A request between its acceptance and its answer."""
+
+    waiter: Waiter
+    future: asyncio.Future[SampleResult]
+    started: float
+    running: bool = False
+
+
+async def serve(context: WorkerContext, config: SamplerSettings) -> None:
+    """The main of a sampler worker: start the engine, then serve until stopped."""
+    check_engine(context.workload.engine)
+    ready = context.service.require("engine", "the engine is starting")
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine") as thread:
+        sampler = Sampler(context, config, thread)
+        starting = asyncio.ensure_future(sampler.start())
+        stopping = asyncio.ensure_future(context.stopping.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not starting.done():
+            starting.cancel()
+            return
+        starting.result()
+        ready.set()
+        await sampler.run()
+
+
+class Sampler:
+    """One sampler process. ``start`` once, then ``run`` until the context is stopping."""
+
+    def __init__(self, context: WorkerContext, config: SamplerSettings, thread: ThreadPoolExecutor) -> None:
+        self._context = context
+        self._config = config
+        self._thread = thread
+        self._bus = context.bus
+        self._engine: Engine
+        self._limits: Limits
+        self._line = WaitingLine(config.max_waiting_requests)
+        self._in_hand: dict[str, _InHand] = {}
+        self._wake = asyncio.Event()
+        self._metrics = Metrics(context.service.registry)
+        self._weights: WeightsKeeper
+        self._first_request = True
+
+    # --- start ---------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Engine up, newest weights applied, ready record written. Phases: imports, load, engine, weights."""
+        context = self._context
+        with context.stamp("imports"):
+            await self._in_thread(import_engine)
+        with context.stamp("load", context.workload.base_model):
+            self._engine = await self._in_thread(lambda: make_engine(context.workload, self._engine_settings()))
+            await self._in_thread(self._engine.load)
+        self._weights = WeightsKeeper(context, self._engine, self._in_thread, self._wake, self._metrics)
+        with context.stamp("engine", self._engine.name):
+            await self._in_thread(lambda: _warm_up(self._engine))
+        self._limits = Limits(
+            max_model_len=self._engine.max_model_len,
+            vocabulary_size=self._engine.vocabulary_size,
+            sequences_max=self._config.max_sequences_per_request,
+        )
+        with context.stamp("weights"):
+            await self._weights.follow()
+            await self._weights.apply_due()
+        await context.ready(
+            {
+                "engine": self._engine.name,
+                "can_park": str(self._engine.can_park).lower(),
+                "max_model_len": str(self._engine.max_model_len),
+            }
+        )
+
+    def _engine_settings(self) -> EngineSettings:
+        return EngineSettings(
+            device_bytes=self._context.device_bytes,
+            max_num_seqs=self._config.max_num_seqs,
+            prefill_tokens=self._config.prefill_tokens,
+            max_adapters=self._config.max_adapters,
+        )
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    # --- run -----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        workload = self._context.workload
+        consume = self._bus.consume(
+            stream="OPENRL_SAMPLE",
+            durable=f"sampler-{workload.tenant.lstrip('_')}-{workload.owner_name}",
+            subjects=[sample_subject(workload.tenant, workload.owner_name)],
+            handler=self.handle,
+            concurrency=2 * self._config.max_waiting_requests,
+            ack_wait_s=ACK_WAIT_S,
+        )
+        try:
+            await until_stopped(self._context.stopping, consume, self._run_engine(), self._weights.announce())
+        finally:
+            await self._weights.close()
+
+    async def _run_engine(self) -> None:
+        waking = asyncio.create_task(self._wake_on_stop())
+        try:
+            while not (self._context.stopping.is_set() and not self._in_hand):
+                self._wake.clear()
+                if self._context.stopping.is_set():
+                    self._turn_away()
+                elif self._context.lease_held:
+                    await self._weights.apply_due()
+                    await self._start_waiting()
+                if self._engine.num_sequences and self._context.lease_held:
+                    await self._abort_expired()
+                    for generated in await self._in_thread(self._burst):
+                        self._finish(generated)
+                else:
+                    await self._rest()
+        finally:
+            waking.cancel()
+            self._weights.stop_announcing()
+
+    async def _wake_on_stop(self) -> None:
+        await self._context.stopping.wait()
+        self._wake.set()
+
+    def _turn_away(self) -> None:
+        """Stopping: who has not started goes to another replica, or to this workload's next process."""
+        for waiter in self._line.drain():
+            self._in_hand[waiter.key].future.set_exception(Transient("the sampler is stopping"))
+
+    async def _rest(self) -> None:
+        """Nothing to generate: sleep until something changes, a deadline or a retry is due, or it is time to look."""
+        times = [at for at in (self._line.wake_at(), self._weights.retry_at) if at is not None]
+        timeout = max(0.02, min([*(at - time.time() for at in times), LOOK_S]))
+        try:
+            await asyncio.wait_for(self._wake.wait(), timeout)
+        except TimeoutError:
+            await self._weights.look({f"{w.request.tenant}.{w.request.job}" for w in self._line if w.wants_version})
+
+    def _burst(self) -> list[Generated]:
+        """In the thread: steps until a call ends, something waits at the door, or the time is up."""
+        end = time.monotonic() + BURST_S
+        while True:
+            ended = self._engine.step()
+            if ended or not self._engine.num_sequences or self._wake.is_set() or time.monotonic() > end:
+                return ended
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    async def handle(self, delivery: Delivery) -> None:
+        """One delivery of OPENRL_SAMPLE; returning acks it."""
+        try:
+            request = SAMPLE_DECODER.decode(delivery.body)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise Poison(
+                f"message {delivery.sequence} on {delivery.subject} is not a sample request: {error}"
+            ) from error
+        key = str(delivery.sequence)
+        if key in self._in_hand:  # redelivered while it runs here: the first delivery's handler answers
+            await _beat_until(self._in_hand[key].future, delivery)
+            return
+        if time.time() >= request.deadline:
+            self._metrics.requests.labels("late").inc()
+            return
+        if self._context.stopping.is_set():
+            raise Transient("the sampler is stopping")
+        try:
+            if delivery.deliveries > DELIVERIES_MAX:
+                raise Rejected(f"given up after {DELIVERIES_MAX} deliveries without an answer", code="engine-failed")
+            in_hand = await self._accept(key, request)
+        except Rejected as error:
+            await self._answer(request, SampleResult(request=request.request, error=_info(error)))
+            return
+        try:
+            result = await _beat_until(in_hand.future, delivery)
+        finally:
+            self._in_hand.pop(key, None)
+            self._wake.set()
+        await self._answer(request, result)
+
+    async def _accept(self, key: str, request: SampleRequest) -> _InHand:
+        """Check the request and put it in line. Raises Rejected."""
+        job = job_key(request.tenant, request.job, request.incarnation)
+        if job not in self._weights.jobs:
+            await self._weights.look_for_job(f"{request.tenant}.{request.job}")
+        if job not in self._weights.jobs:
+            raise Rejected(
+                f"job {request.tenant}/{request.job} (incarnation {request.incarnation}) is not served by runtime"
+                f" {self._context.workload.owner_name}",
+                code="unknown-job",
+            )
+        check_request(request, self._limits)
+        waiter = Waiter(key, job, request)
+        if request.params.stop:  # reads the tokenizer, the first time
+            await asyncio.to_thread(self._engine.check, _call(waiter, 0))
+        else:
+            self._engine.check(_call(waiter, 0))
+        self._line.offer(waiter)
+        in_hand = _InHand(waiter, asyncio.get_running_loop().create_future(), time.monotonic())
+        self._in_hand[key] = in_hand
+        self._wake.set()
+        return in_hand
+
+    async def _start_waiting(self) -> None:
+        if not len(self._line):
+            return
+        engine = self._engine
+        taken = self._line.take(
+            time.time(),
+            room=engine.room,
+            newest=engine.version,
+            serves=engine.serves,
+            why_behind=self._weights.why_behind,
+            held_back=lambda waiter: waiter.request.exact is not None and waiter.job in self._weights.blocked,
+        )
+        for waiter, error in taken.refused:
+            self._resolve(waiter.key, SampleResult(request=waiter.request.request, error=error))
+        for waiter in taken.start:
+            self._in_hand[waiter.key].running = True
+        calls = [_call(waiter, secrets.randbits(63)) for waiter in taken.start]
+        if calls:
+            for key, error in await self._in_thread(lambda: _add(engine, calls)):
+                self._resolve(key, SampleResult(request=self._in_hand[key].waiter.request.request, error=error))
+
+    async def _abort_expired(self) -> None:
+        now = time.time()
+        late = [key for key, one in self._in_hand.items() if one.running and one.waiter.request.deadline <= now]
+        for key in late:
+            await self._in_thread(lambda key=key: self._engine.abort(key))  # type: ignore[misc]
+            error = ErrorInfo(code="deadline", message="the deadline passed while it was generated")
+            self._resolve(key, SampleResult(request=self._in_hand[key].waiter.request.request, error=error))
+
+    def _finish(self, generated: Generated) -> None:
+        in_hand = self._in_hand.get(generated.request)
+        if in_hand is None:
+            return
+        self._resolve(
+            generated.request,
+            SampleResult(
+                request=in_hand.waiter.request.request,
+                sequences=generated.sequences,
+                prompt_logprobs=generated.prompt_logprobs,
+                error=generated.error,
+                seconds=time.monotonic() - in_hand.started,
+            ),
+        )
+
+    def _resolve(self, key: str, result: SampleResult) -> None:
+        in_hand = self._in_hand.get(key)
+        if in_hand is not None:
+            in_hand.running = False
+            if not in_hand.future.done():
+                in_hand.future.set_result(result)
+
+    async def _answer(self, request: SampleRequest, result: SampleResult) -> None:
+        """Send the answer unless it is too late; record the first one as the last phase of the start."""
+        self._metrics.count(result)
+        if not request.reply_to or time.time() >= request.deadline:
+            return
+        body = msgspec.json.encode(result)
+        if len(body) > MAX_PAYLOAD_BYTES:
+            error = ErrorInfo(
+                code="too-large",
+                message=f"the answer has {len(body)} bytes, the bus takes {MAX_PAYLOAD_BYTES}: ask for fewer tokens",
+            )
+            body = msgspec.json.encode(SampleResult(request=request.request, error=error))
+        await self._bus.send(request.reply_to, body)
+        if self._first_request and result.error is None:
+            self._first_request = False
+            now = time.time()
+            phase = Phase(name="first request", started_at=now - result.seconds, seconds=result.seconds)
+            self._context.phases.append(phase)
+            await self._context.publish_phases()
+
+
+def _call(waiter: Waiter, seed: int) -> GenerateCall:
+    request = waiter.request
+    return GenerateCall(
+        request=waiter.key,
+        job=waiter.job,
+        prompts=request.prompts,
+        params=request.params,
+        seed=seed if request.params.seed is None else request.params.seed,
+        exact=request.exact,
+    )
+
+
+def _add(engine: Engine, calls: list[GenerateCall]) -> list[tuple[str, ErrorInfo]]:
+    """Hand calls to the engine; returns those it could not take."""
+    refused = []
+    for call in calls:
+        try:
+            engine.add(call)
+        except Rejected as error:
+            refused.append((call.request, _info(error)))
+    return refused
+
+
+def _info(error: Rejected) -> ErrorInfo:
+    return ErrorInfo(code=error.code, message=str(error))
+
+
+async def _beat_until(future: asyncio.Future[SampleResult], delivery: Delivery) -> SampleResult:
+    """Wait, telling the server that the request is being worked on."""
+    while not (await asyncio.wait({future}, timeout=BEAT_S))[0]:
+        await delivery.in_progress()
+    return future.result()
+
+
+def _warm_up(engine: Engine) -> None:
+    """One short generation, so that the first request does not pay for lazy initialisation."""
+    prompt = [0] * min(8, engine.max_model_len - 2)
+    engine.add(
+        GenerateCall(request="warm-up", job="", prompts=[prompt], params=SamplingParams(n=2, max_tokens=2), seed=0)
+    )
+    while engine.num_sequences:
+        engine.step()

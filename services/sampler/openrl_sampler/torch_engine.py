@@ -1,0 +1,352 @@
+"""The torch engine: a transformers model, a key-value cache and continuous batching, behind the engine port.
+
+One step = prefill of waiting prompts that fit, then one token for every running sequence. Sequences of one adapter run
+as one batch, whatever their settings; adapters take turns within the step. New calls join at the next step.
+
+Invariants:
+- the samples of one prompt share its prefill;
+- a call's adapter version is fixed when it is added, and that adapter stays loaded until its last sequence ended;
+- every token carries the version of the weights that were resident in its step.
+
+Left out against vLLM: paged memory, prefix caching, tensor parallelism, parking (``can_park`` is False).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from openrl_common.errors import Bug, Rejected
+from openrl_common.records import JobKind, WeightsRecord
+from openrl_common.weights import WeightsManifest, read_manifest
+from openrl_common.wire import ErrorInfo, Sequence
+from openrl_sampler.engine import Applied, GenerateCall, Generated
+from openrl_sampler.stopping import StopRule
+from openrl_sampler.torch_batch import Block, Forward, prefill
+from openrl_sampler.torch_model import ResidentModel, TorchOptions
+from openrl_sampler.torch_rows import Batch, Call, Pending, Row, generated, without_score_only
+from openrl_sampler.torch_sampling import Draws, Settings, choose
+from openrl_sampler.torch_weights import Adapters, Meter, check_manifest, plan_full, write_full
+
+
+class TorchEngine:
+    """See ``engine.Engine`` for the port."""
+
+    name = "torch"
+    can_park = False
+
+    def __init__(self, options: TorchOptions) -> None:
+        self._options = options
+        self.max_model_len = 0
+        self.vocabulary_size = 0
+        self._calls: dict[str, Call] = {}
+        self._pending: deque[Pending] = deque()
+        self._batches: dict[str, Batch] = {}
+        self._full: WeightsRecord | None = None
+        self._newest: dict[str, tuple[WeightsRecord, WeightsManifest, Path]] = {}
+        self._loaded: OrderedDict[str, None] = OrderedDict()  # adapter names, least recently used first
+
+    # --- loading -------------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        self._resident = ResidentModel(self._options)
+        self._device = self._resident.device
+        self._forward = Forward(self._resident.model)
+        self._adapters = Adapters(self._resident.model, self._options.max_rank)
+        self._loaded.clear()
+        self.max_model_len = self._resident.max_model_len
+        self.vocabulary_size = self._resident.vocabulary_size
+
+    # --- calls ---------------------------------------------------------------------------------------------------
+
+    def check(self, call: GenerateCall) -> None:
+        if call.params.stop:
+            try:
+                self._resident.tokenizer()
+            except Exception as error:
+                raise Rejected(
+                    f"stop strings need a tokenizer, {self._options.model_path} has none that loads: use ids",
+                    code="bad-params",
+                ) from error
+        longest = max(len(prompt) for prompt in call.prompts) + call.params.max_tokens
+        most = self._resident.kv_tokens_max
+        if longest > most:
+            raise Rejected(f"a sequence of {longest} tokens does not fit: the seat holds {most}", code="too-long")
+
+    def add(self, call: GenerateCall) -> None:
+        adapter, version = "", self.version(call.job)
+        if self._options.kind is JobKind.LORA:
+            version = version if call.exact is None else call.exact
+            adapter = self._ensure_adapter(call.job) if version else ""
+        params = call.params
+        decode = self._resident.decode if params.stop else None
+        stop = StopRule(self._resident.eos | set(params.stop_token_ids), params.max_tokens, tuple(params.stop), decode)
+        owner = Call(
+            call=call,
+            adapter=adapter,
+            version=version,
+            stop=stop,
+            results=[[None] * params.n for _ in call.prompts],
+            scores=[[] for _ in call.prompts] if params.prompt_logprobs else None,
+            open_rows=call.num_sequences,
+        )
+        self._calls[call.request] = owner
+        most = self._options.max_num_seqs
+        for index in range(len(call.prompts)):
+            for first in range(0, params.n, most):
+                self._pending.append(Pending(owner, index, first, min(most, params.n - first)))
+
+    def abort(self, request: str) -> None:
+        owner = self._calls.pop(request, None)
+        if owner is not None:
+            self._forget({owner})
+            self._release_adapters()
+
+    def _forget(self, owners: set[Call]) -> None:
+        self._pending = deque(p for p in self._pending if p.owner not in owners)
+        for batch in list(self._batches.values()):
+            self._keep(batch, [i for i, row in enumerate(batch.rows) if row.owner not in owners])
+
+    @property
+    def num_sequences(self) -> int:
+        return self._num_running + sum(p.num_samples for p in self._pending)
+
+    @property
+    def _num_running(self) -> int:
+        return sum(len(batch.rows) for batch in self._batches.values())
+
+    @property
+    def room(self) -> int:
+        return max(0, self._options.max_num_seqs - self.num_sequences)
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Generated]:
+        with torch.inference_mode():
+            # Running sequences first: what is prefilled below has its first token by then and goes on at the next step.
+            for batch in list(self._batches.values()):
+                self._decode_step(batch)
+            for adapter, group in self._admit().items():
+                self._prefill(adapter, group)
+        return self._collect()
+
+    def _decode_step(self, batch: Batch) -> None:
+        self._activate(batch.rows[0].owner.adapter)
+        logits = batch.block.step(self._forward)
+        tokens = self._draw(batch.rows, logits, batch.settings)
+        batch.block.chose(tokens)
+        self._keep(batch, self._still_open(batch.rows))
+
+    def _draw(self, rows: list[Row], logits: Tensor, settings: Settings) -> Tensor:
+        """Choose a token per row and write it into the rows; a row whose logits are not finite fails its call."""
+        uniforms = [0.0] * len(rows) if settings.all_greedy else [row.draws.next() for row in rows]
+        tokens, logprobs = choose(
+            logits, settings, torch.tensor(uniforms, dtype=torch.float64, device=self._device)[:, None]
+        )
+        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            version = row.owner.version if row.owner.adapter or self._full is None else self._full.version
+            if logprob != logprob:  # NaN
+                row.owner.error = ErrorInfo(
+                    code="bad-weights",
+                    message=f"weights version {version} of {row.owner.call.job} give logits that are not finite",
+                )
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+            row.versions.append(version)
+        return tokens
+
+    def _still_open(self, rows: list[Row]) -> list[int]:
+        """Indices of rows that go on; the others are written into their call's results."""
+        stay = []
+        for index, row in enumerate(rows):
+            reason = "length" if row.owner.error else row.owner.stop.reason(row.tokens)
+            if not reason:
+                stay.append(index)
+                continue
+            row.owner.results[row.prompt_index][row.sample_index] = Sequence(
+                tokens=row.tokens, logprobs=row.logprobs, versions=row.versions, finish_reason=reason
+            )
+            row.owner.open_rows -= 1
+        return stay
+
+    def _keep(self, batch: Batch, stay: list[int]) -> None:
+        if len(stay) == len(batch.rows):
+            return
+        adapter = batch.rows[0].owner.adapter
+        batch.rows = [batch.rows[index] for index in stay]
+        if not batch.rows:
+            del self._batches[adapter]
+            return
+        batch.block.keep(torch.tensor(stay, device=self._device))
+        batch.settings = self._settings(batch.rows)
+
+    def _settings(self, rows: list[Row]) -> Settings:
+        return Settings.of([row.owner.call.params for row in rows], self.vocabulary_size, self._device)
+
+    def _admit(self) -> dict[str, list[Pending]]:
+        """Waiting prompts that start now, by adapter: in order, while sequences and keys and values fit."""
+        groups: dict[str, list[Pending]] = {}
+        running = self._num_running
+        sizes = {adapter: (len(batch.rows), batch.final_len) for adapter, batch in self._batches.items()}
+        while self._pending:
+            pending = self._pending[0]
+            adapter = pending.owner.adapter
+            count, final_len = sizes.get(adapter, (0, 0))
+            grown = {**sizes, adapter: (count + pending.num_samples, max(final_len, pending.final_len))}
+            full = running + pending.num_samples > self._options.max_num_seqs
+            full |= sum(count * length for count, length in grown.values()) > self._resident.kv_tokens_max
+            if full and running:
+                break
+            self._pending.popleft()
+            sizes = grown
+            running += pending.num_samples
+            groups.setdefault(adapter, []).append(pending)
+        return groups
+
+    def _prefill(self, adapter: str, group: list[Pending]) -> None:
+        self._activate(adapter)
+        score = any(p.owner.scores is not None for p in group)
+        prefilled = prefill(
+            self._forward, [p.prompt for p in group], self._device, budget=self._options.prefill_tokens, score=score
+        )
+        for index, pending in enumerate(group):
+            if pending.owner.scores is not None and prefilled.scores is not None:
+                values = prefilled.scores[index, -len(pending.prompt) :].tolist()
+                pending.owner.scores[pending.prompt_index] = values
+        group, kept = without_score_only(group)
+        if not group:
+            return
+        rows, parents = self._rows(group, kept)
+        source = torch.tensor(parents, device=self._device)
+        settings = self._settings(rows)
+        tokens = self._draw(rows, prefilled.logits[source], settings)
+        stay = self._still_open(rows)
+        if not stay:
+            return
+        if len(stay) < len(rows):
+            chosen = torch.tensor(stay, device=self._device)
+            source, tokens = source[chosen], tokens[chosen]
+            rows = [rows[index] for index in stay]
+        self._join(adapter, rows, Block.start(prefilled, source, tokens))
+
+    @staticmethod
+    def _rows(group: list[Pending], kept: list[int]) -> tuple[list[Row], list[int]]:
+        rows, parents = [], []
+        for pending, parent in zip(group, kept, strict=True):
+            for sample in range(pending.first_sample, pending.first_sample + pending.num_samples):
+                draws = Draws(pending.owner.call.seed, pending.prompt_index, sample)
+                rows.append(Row(pending.owner, pending.prompt_index, sample, draws))
+                parents.append(parent)
+        return rows, parents
+
+    def _join(self, adapter: str, rows: list[Row], block: Block) -> None:
+        batch = self._batches.get(adapter)
+        if batch is None:
+            self._batches[adapter] = Batch(rows, block, self._settings(rows))
+            return
+        batch.block.join(block)
+        batch.rows.extend(rows)
+        batch.settings = self._settings(batch.rows)
+
+    def _collect(self) -> list[Generated]:
+        ended = [owner for owner in self._calls.values() if owner.open_rows == 0 or owner.error]
+        if not ended:
+            return []
+        for owner in ended:
+            del self._calls[owner.call.request]
+        broken = {owner for owner in ended if owner.error}
+        if broken:
+            self._forget(broken)
+        self._release_adapters()
+        return [generated(owner) for owner in ended]
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    def version(self, job: str) -> int:
+        if self._options.kind is JobKind.FFT:
+            return self._full.version if self._full else 0
+        newest = self._newest.get(job)
+        return newest[0].version if newest else 0
+
+    def serves(self, job: str, version: int) -> bool:
+        return version == self.version(job) or (version == 0 and self._options.kind is JobKind.LORA)
+
+    def pinned(self, job: str) -> bool:
+        full = self._options.kind is JobKind.FFT
+        return full and any(owner.call.exact is not None for owner in self._calls.values())
+
+    def apply_full(self, job: str, record: WeightsRecord, manifest: WeightsManifest, directory: Path) -> Applied:
+        meter = Meter(self._device)
+        check_manifest(record, manifest, directory, "full")
+        plan = plan_full(self._resident.model, manifest, directory)
+        meter.look()
+        try:
+            write_full(plan, directory, meter)
+        except Exception as error:
+            self._rebuild(error)
+            raise Rejected(
+                f"weights {directory} broke off while they were written: {error}", code="weights-torn"
+            ) from error
+        self._full = record
+        return Applied(seconds=meter.seconds, peak_extra_bytes=meter.peak_extra_bytes)
+
+    def _rebuild(self, cause: Exception) -> None:
+        """After a write that broke off: the model from its files again, then the version that served before (V8)."""
+        try:
+            self.load()
+            if self._full is not None:
+                directory = Path(self._full.manifest).parent
+                manifest = read_manifest(self._full.manifest, self._full.digest)
+                check_manifest(self._full, manifest, directory, "full")
+                write_full(plan_full(self._resident.model, manifest, directory), directory, Meter(self._device))
+        except Exception as error:
+            raise Bug(f"the engine cannot be rebuilt after a torn weight update ({cause}): {error}") from error
+
+    def apply_lora(self, job: str, record: WeightsRecord, manifest: WeightsManifest, directory: Path) -> Applied:
+        meter = Meter(self._device)
+        check_manifest(record, manifest, directory, "lora")
+        name = _adapter_name(job, record.version)
+        self._adapters.load(name, manifest, directory)
+        self._newest[job] = (record, manifest, directory)
+        self._loaded[name] = None
+        self._release_adapters()
+        return Applied(seconds=meter.seconds, peak_extra_bytes=meter.peak_extra_bytes)
+
+    def drop_lora(self, job: str) -> None:
+        self._newest.pop(job, None)
+        self._release_adapters()
+
+    def _ensure_adapter(self, job: str) -> str:
+        """Name of the job's newest adapter, loaded again when it was evicted (V9)."""
+        record, manifest, directory = self._newest[job]
+        name = _adapter_name(job, record.version)
+        if name not in self._loaded:
+            check_manifest(record, manifest, directory, "lora")
+            self._adapters.load(name, manifest, directory)
+        self._loaded[name] = None
+        self._loaded.move_to_end(name)
+        self._release_adapters(keep=name)
+        return name
+
+    def _release_adapters(self, keep: str = "") -> None:
+        """Drop versions that are neither newest nor in use, then the least recently used beyond the bound."""
+        in_use = {owner.adapter for owner in self._calls.values()} | {keep}
+        newest = {_adapter_name(job, record.version) for job, (record, _, _) in self._newest.items()}
+        idle = [name for name in self._loaded if name not in in_use]
+        surplus = len(self._loaded) - self._options.max_adapters
+        for name in idle:
+            if name not in newest or surplus > 0:
+                self._adapters.drop(name)
+                del self._loaded[name]
+                surplus -= 1
+
+    def _activate(self, adapter: str) -> None:
+        self._adapters.activate(adapter)
+
+
+def _adapter_name(job: str, version: int) -> str:
+    """Unique per job, incarnation and version; no dots, because torch refuses them in module names."""
+    return f"{job.replace('.', '_')}_v{version}"

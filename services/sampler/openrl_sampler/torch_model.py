@@ -1,0 +1,115 @@
+"""The resident model of the torch engine: read from a local directory, never from a hub. Needs torch and transformers.
+
+Also what the configuration says about it: vocabulary, longest sequence, eos, memory per cached token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openrl_common.errors import Rejected
+from openrl_common.records import JobKind
+
+_KV_SHARE = 0.8
+"""Share of what the weights leave of the seat that keys and values may fill; the rest is for activations."""
+_LAYERS_SERVED = {"full_attention", "sliding_attention"}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_NO_LIMIT = 2**62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchOptions:
+    """``device_bytes``: what the seat declares, 0 = not known. ``max_model_len`` 0 = what the config allows."""
+
+    model_path: Path
+    kind: JobKind
+    dtype: str = "auto"
+    max_model_len: int = 0
+    max_rank: int = 0
+    device_bytes: int = 0
+    max_num_seqs: int = 256
+    prefill_tokens: int = 8192
+    max_adapters: int = 32
+
+
+class ResidentModel:
+    """A loaded model and its tokenizer, which is read only when somebody needs it (``decode``)."""
+
+    def __init__(self, options: TorchOptions) -> None:
+        """Raises Rejected, naming the path and what is wrong with it."""
+        self._path = options.model_path
+        self._tokenizer: Any = None
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = _read(self._path, options.dtype, self.device)
+        config = self.model.config.get_text_config(decoder=True)
+        self.vocabulary_size = int(config.vocab_size)
+        longest = int(getattr(config, "max_position_embeddings", 0) or 2048)
+        self.max_model_len = min(options.max_model_len or longest, longest)
+        self.eos = self._eos_tokens(config)
+        self.kv_tokens_max = self._kv_budget(config, options.device_bytes)
+
+    def _eos_tokens(self, config: Any) -> frozenset[int]:
+        for holder in (self.model.generation_config, config):
+            eos = getattr(holder, "eos_token_id", None)
+            if eos is not None:
+                return frozenset([eos] if isinstance(eos, int) else eos)
+        if not (self._path / "tokenizer_config.json").is_file():
+            return frozenset()
+        eos = self.tokenizer().eos_token_id
+        return frozenset() if eos is None else frozenset([eos])
+
+    def tokenizer(self) -> Any:
+        """Raises whatever transformers raises when the directory has no usable tokenizer."""
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self._path, local_files_only=True)
+        return self._tokenizer
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self.tokenizer().decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def _kv_budget(self, config: Any, device_bytes: int) -> int:
+        """Tokens of keys and values that fit the seat (V4); a very large number when the seat declares nothing."""
+        if not device_bytes:
+            return _NO_LIMIT
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        per_token = 2 * config.num_hidden_layers * heads * size * self.model.dtype.itemsize
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        tokens = int((device_bytes - weights) * _KV_SHARE) // per_token
+        if tokens < 1:
+            raise Rejected(
+                f"the seat declares {device_bytes} bytes, the weights of {self._path} alone need {weights}:"
+                f" declare more device memory",
+                code="too-small",
+            )
+        return tokens
+
+
+def _read(path: Path, dtype: str, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if not (path / "config.json").is_file():
+        raise Rejected(f"base model {path} has no config.json: give a Hugging Face model directory", code="bad-model")
+    chosen = _DTYPES.get(dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=chosen)
+    except Exception as error:  # transformers and safetensors raise many kinds for files that do not fit
+        raise Rejected(f"base model {path} cannot be loaded: {error}", code="bad-model") from error
+    foreign = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()) - _LAYERS_SERVED
+    if foreign:
+        raise Rejected(
+            f"base model {path} has {sorted(foreign)[0]} layers: the torch engine cannot serve it, use vllm",
+            code="bad-model",
+        )
+    loaded: Any = model.to(device)
+    return loaded.eval().requires_grad_(False)

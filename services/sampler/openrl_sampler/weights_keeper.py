@@ -1,0 +1,194 @@
+"""Keeps the engine on the newest weights of the jobs it serves, and tells what became of each version.
+
+openrl_weights and openrl_jobs are the truth; their mirrors wake the engine loop, and a wait for a version reads the
+bucket itself from time to time (E5, E15). Versions published while another was applied are skipped. The announcements
+(WeightsApplied, WeightsRejected) leave apart from the engine loop: a bus outage must not stop generation.
+
+Called by the engine loop only, so an update lies between two bursts of steps (V5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Protocol, TypedDict, TypeVar
+
+from openrl_common.errors import Rejected, Transient
+from openrl_common.events import WeightsApplied, WeightsRejected
+from openrl_common.records import JobKind, JobRecord, WeightsRecord
+from openrl_common.store import Entry, Mirror
+from openrl_common.weights import read_manifest
+from openrl_common.worker import WorkerContext
+from openrl_sampler.attached import AttachedJobs
+from openrl_sampler.engine import Applied, Engine
+from openrl_sampler.metrics import Metrics
+from openrl_sampler.updates import Failure, due, failed, job_key, next_retry_at
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_ANNOUNCEMENTS_MAX = 256
+
+
+class InThread(Protocol):
+    """Runs work in the engine's thread."""
+
+    def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
+
+
+class _Identity(TypedDict):
+    tenant: str
+    job: str
+    incarnation: int
+    version: int
+
+
+class WeightsKeeper:
+    """``wake`` is set whenever something changed that the engine loop should look at."""
+
+    def __init__(
+        self, context: WorkerContext, engine: Engine, in_thread: InThread, wake: asyncio.Event, metrics: Metrics
+    ) -> None:
+        self._context = context
+        self._engine = engine
+        self._in_thread = in_thread
+        self._wake = wake
+        self._metrics = metrics
+        self._lora = context.workload.kind is JobKind.LORA
+        self._attached = AttachedJobs(context.workload)
+        self._records: dict[str, WeightsRecord] = {}
+        self._failures: dict[str, Failure] = {}
+        self._served: frozenset[str] = frozenset()
+        self._announcements: asyncio.Queue[WeightsApplied | WeightsRejected | None] = asyncio.Queue(_ANNOUNCEMENTS_MAX)
+        self._mirrors: list[Mirror[Any]] = []
+        self.blocked: set[str] = set()
+        """Job keys whose update waits for running calls that insist on the present version."""
+
+    # --- what is known -------------------------------------------------------------------------------------------
+
+    async def follow(self) -> None:
+        """Start the mirrors; complete when this returns. Raises Unreachable."""
+        store = self._context.store
+        if self._lora:
+            self._mirrors.append(await store.jobs.mirror(on_change=self._saw_job))
+        self._mirrors.append(await store.weights.mirror(on_change=self._saw_weights))
+
+    async def close(self) -> None:
+        for mirror in self._mirrors:
+            await mirror.close()
+
+    @property
+    def jobs(self) -> frozenset[str]:
+        """Keys of the jobs served here."""
+        return self._attached.keys
+
+    @property
+    def retry_at(self) -> float | None:
+        return next_retry_at(self._failures)
+
+    def why_behind(self, job: str) -> str:
+        failure = self._failures.get(job)
+        return f"version {failure.version} was rejected: {failure.why}" if failure else ""
+
+    def _saw_job(self, key: str, entry: Entry[JobRecord] | None) -> None:
+        if entry is None:
+            self._attached.gone(key)
+        else:
+            self._attached.saw(key, entry.value, entry.revision)
+        self._wake.set()
+
+    def _saw_weights(self, key: str, entry: Entry[WeightsRecord] | None) -> None:
+        if entry is None:
+            return
+        known, record = self._records.get(key), entry.value
+        if known is None or (record.incarnation, record.version) > (known.incarnation, known.version):
+            self._records[key] = record
+            self._wake.set()
+
+    async def look(self, keys: set[str]) -> None:
+        """Read the weights records of ``<tenant>.<job>`` keys, whatever the mirror says."""
+        for key in keys:
+            try:
+                self._saw_weights(key, await self._context.store.weights.get(key))
+            except Transient as error:
+                log.warning("weights of %s not read: %s", key, error)
+
+    async def look_for_job(self, key: str) -> None:
+        """The mirror may be behind a client that has read the job's record already."""
+        if self._lora and (entry := await self._context.store.jobs.get(key)):
+            self._saw_job(key, entry)
+
+    # --- updates -------------------------------------------------------------------------------------------------
+
+    async def apply_due(self) -> None:
+        """Bring every job that can be to its newest version; drop the adapters of jobs that left."""
+        engine, keys = self._engine, self._attached.keys
+        if self._lora and (left := self._served - keys):
+            await self._in_thread(lambda: _drop(engine, left))
+        self._served = keys
+        for gone in self._failures.keys() - keys:
+            del self._failures[gone]
+        self.blocked.clear()
+        applied = {key: engine.version(key) for key in keys}
+        for record in due(self._records.values(), keys, applied, self._failures, time.time()):
+            key = job_key(record.tenant, record.job, record.incarnation)
+            if engine.pinned(key):
+                self.blocked.add(key)
+            else:
+                await self._apply(key, record)
+
+    async def _apply(self, key: str, record: WeightsRecord) -> None:
+        identity = _Identity(
+            tenant=record.tenant, job=record.job, incarnation=record.incarnation, version=record.version
+        )
+        assignment = self._context.assignment
+        try:
+            applied = await self._in_thread(lambda: apply(self._engine, key, record))
+        except Rejected as error:
+            self._failures[key] = failed(self._failures.get(key), record.version, str(error), time.time())
+            self._metrics.updates.labels("rejected").inc()
+            log.warning("weights rejected job=%s version=%d: %s", key, record.version, error)
+            self._announce_later(WeightsRejected(why=str(error), assignment=assignment, **identity))
+            return
+        self._failures.pop(key, None)
+        self._metrics.updates.labels("applied").inc()
+        self._metrics.update_seconds.observe(applied.seconds)
+        log.info("weights applied job=%s version=%d seconds=%.3f", key, record.version, applied.seconds)
+        self._announce_later(
+            WeightsApplied(
+                assignment=assignment, seconds=applied.seconds, peak_extra_bytes=applied.peak_extra_bytes, **identity
+            )
+        )
+
+    # --- announcements -------------------------------------------------------------------------------------------
+
+    def _announce_later(self, event: WeightsApplied | WeightsRejected) -> None:
+        if self._announcements.qsize() < _ANNOUNCEMENTS_MAX - 1:  # one place is kept for the end mark
+            self._announcements.put_nowait(event)
+
+    def stop_announcing(self) -> None:
+        self._announcements.put_nowait(None)
+
+    async def announce(self) -> None:
+        """Publish what happened, in order, until ``stop_announcing``."""
+        while (event := await self._announcements.get()) is not None:
+            try:
+                await self._context.bus.publish(event)
+            except Transient as error:
+                log.warning("not announced: %s", error)
+
+
+def _drop(engine: Engine, jobs: frozenset[str]) -> None:
+    for job in jobs:
+        engine.drop_lora(job)
+
+
+def apply(engine: Engine, job: str, record: WeightsRecord) -> Applied:
+    """Read the announced manifest and hand the version to the engine. Raises Rejected."""
+    manifest = read_manifest(record.manifest, record.digest)
+    directory = Path(record.manifest).parent
+    if record.format == "lora":
+        return engine.apply_lora(job, record, manifest, directory)
+    return engine.apply_full(job, record, manifest, directory)
