@@ -1,0 +1,337 @@
+"""One job's training: applies log entries to its parameters, gradients and optimizer (R4, R6, R8, R9).
+
+Invariants:
+- ``apply`` never leaves a failed request half done: gradients, parameters, optimizer and version are as before (R6).
+  New gradients are computed apart and added only when every micro-batch of the request succeeded.
+- The result depends on the base model, the job's seed and the log alone: same entries, same bits (R5, on CPU).
+  Randomness (adapter initialisation, dropout) is seeded from the job's seed and the entry's ``seq``.
+- One engine is one job; several share a BaseModel, each with its own adapter.
+
+Not here: order, duplicates and gaps (log.py), the bus (service.py). Blocking; the shell runs it in one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrl_common.errors import Rejected
+from openrl_common.records import LoraSpec, WeightsRecord
+from openrl_common.wire import (
+    AnyTrainRequest,
+    Datum,
+    ErrorInfo,
+    Forward,
+    ForwardBackward,
+    LoadState,
+    OptimStep,
+    SaveState,
+    SaveWeights,
+    TrainResult,
+)
+from openrl_trainer.batch import MicroBatch, check_data, make_micro_batch
+from openrl_trainer.losses import check_loss, chunked_logprobs, token_loss
+from openrl_trainer.model import BaseModel
+from openrl_trainer.optimizer import Adam
+from openrl_trainer.packing import default_token_budget, pack
+from openrl_trainer.state_file import State, read_state, state_path, write_state
+from openrl_trainer.weights_out import VersionRequest, write_version
+
+_LOGITS_PER_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 26}
+"""Logits held at once (R3): 64 MiB on a CPU, 256 MiB on a GPU, in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings:
+    """Whose training this is. ``lora`` None = full fine-tuning."""
+
+    tenant: str
+    job: str
+    incarnation: int
+    seed: int = 0
+    lora: LoraSpec | None = None
+    rank_max: int = 0
+
+    @property
+    def adapter(self) -> str:
+        return f"{self.tenant}--{self.job}--{self.incarnation}" if self.lora is not None else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """``token_budget`` 0 = from the model's shape and ``device_bytes``; ``keep_weights``: versions kept on disk."""
+
+    home: Path
+    token_budget: int = 0
+    keep_weights: int = 4
+    device_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``weights`` is set when a version was written: the shell announces it."""
+
+    result: TrainResult
+    weights: WeightsRecord | None = None
+
+
+class TrainEngine:
+    """Attributes: ``version``, the newest weights version (0 = none yet, the base model)."""
+
+    def __init__(self, base: BaseModel, job: JobSettings, settings: EngineSettings) -> None:
+        self.base = base
+        self.job = job
+        self.version = 0
+        self._settings = settings
+        if job.lora is not None:
+            base.add_adapter(job.adapter, job.lora, seed=job.seed, rank_max=job.rank_max)
+        self._parameters = base.trainable(job.adapter)
+        self._adam = Adam(self._parameters)
+        self._gradients: dict[str, Tensor] = {}
+        trained_bytes = sum(p.numel() * p.element_size() for p in self._parameters.values())
+        self.token_budget = settings.token_budget or default_token_budget(
+            device_bytes=settings.device_bytes,
+            resident_bytes=base.parameter_bytes + 3 * trained_bytes,
+            **base.sizes,
+        )
+        self._chunk_tokens = max(1, _LOGITS_PER_CHUNK.get(base.device.type, 1 << 24) // base.vocabulary)
+
+    def close(self) -> None:
+        """Give the adapter's memory back. The engine is not used after it."""
+        if self.job.adapter:
+            self.base.remove_adapter(self.job.adapter)
+        self._parameters, self._gradients = {}, {}
+
+    # --- one entry ------------------------------------------------------------------------------------------------
+
+    def apply(self, request: AnyTrainRequest, stored: TrainResult | None = None) -> Outcome:
+        """Apply one entry; what it refuses becomes a result with an error, never an exception.
+
+        Args:
+            stored: the result that an earlier life of this trainer stored for this entry. Then only what changes the
+                job's state is done again, and ``stored`` is the outcome.
+        """
+        if stored is not None:
+            return self._replay(request, stored)
+        started = time.perf_counter()
+        try:
+            if self.job.adapter:
+                self.base.activate(self.job.adapter)
+            outcome = self._run(request)
+        except Rejected as error:
+            return Outcome(TrainResult(seq=request.seq, error=ErrorInfo(code=error.code, message=str(error))))
+        except torch.OutOfMemoryError as error:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            message = (
+                f"out of memory with {self.token_budget} tokens a pass: lower OPEN_RL_TRAIN_TOKEN_BUDGET ({error})"
+            )
+            return Outcome(TrainResult(seq=request.seq, error=ErrorInfo(code="out-of-memory", message=message)))
+        seconds = time.perf_counter() - started
+        result = replace_metrics(outcome.result, seconds=seconds)
+        return replace(outcome, result=result)
+
+    def _run(self, request: AnyTrainRequest) -> Outcome:
+        match request:
+            case Forward():
+                return Outcome(self._forward(request))
+            case ForwardBackward():
+                return Outcome(self._forward_backward(request))
+            case OptimStep():
+                return Outcome(self._optim_step(request))
+            case SaveWeights():
+                return self._save_weights(request)
+            case SaveState():
+                return Outcome(self._save_state(request))
+            case LoadState():
+                return Outcome(self._load_state(request))
+            case _:
+                raise Rejected(f"{type(request).__name__} is no training request", code="bad-request")
+
+    def _replay(self, request: AnyTrainRequest, stored: TrainResult) -> Outcome:
+        if stored.error is None:
+            if isinstance(request, SaveWeights):
+                self.version = stored.version or self.version
+            elif not isinstance(request, Forward):
+                again = self.apply(request).result
+                if again.error is not None:
+                    raise Rejected(
+                        f"entry {request.seq} succeeded before and fails now ({again.error.message}):"
+                        " the job's state cannot be rebuilt, submit it again",
+                        code="state-lost",
+                    )
+        return Outcome(stored)
+
+    # --- operations -----------------------------------------------------------------------------------------------
+
+    def _micro_batches(self, data: list[Datum]) -> list[list[int]]:
+        return pack([len(datum.tokens) for datum in data], self.token_budget)
+
+    def _check(self, data: list[Datum], loss: str = "") -> None:
+        check_data(
+            data,
+            vocabulary=self.base.vocabulary,
+            length_max=self.base.length_max,
+            token_budget=self.token_budget,
+            loss=loss,
+        )
+
+    def _logprobs(self, batch: MicroBatch) -> Tensor:
+        """Log-probabilities [tokens] at the batch's positions."""
+        if not self.base.split_head:
+            logits = self.base.logits(batch.ids).flatten(0, 1).index_select(0, batch.positions).float()
+            chosen: Tensor = logits.gather(-1, batch.targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
+            return chosen
+        hidden = self.base.hidden(batch.ids).flatten(0, 1).index_select(0, batch.positions)
+        return chunked_logprobs(hidden, batch.targets, self.base.head, self._chunk_tokens)
+
+    def _forward(self, request: Forward) -> TrainResult:
+        self._check(request.data)
+        rows: list[list[float]] = [[] for _ in request.data]
+        with torch.no_grad():
+            for indices in self._micro_batches(request.data):
+                data = [request.data[index] for index in indices]
+                batch = make_micro_batch(data, self.base.device)
+                assert batch is not None
+                values = self._logprobs(batch).tolist()
+                start = 0
+                for index, datum in zip(indices, data, strict=True):
+                    count = len(datum.tokens) - 1
+                    # nine significant digits name a float32 exactly and halve the message
+                    rows[index] = [0.0] + [float(f"{value:.9g}") for value in values[start : start + count]]
+                    start += count
+        tokens = sum(len(row) - 1 for row in rows)
+        return TrainResult(seq=request.seq, metrics={"tokens": float(tokens)}, logprobs=rows)
+
+    def _forward_backward(self, request: ForwardBackward) -> TrainResult:
+        options = check_loss(request.loss, request.loss_config, request.normalizer)
+        self._check(request.data, request.loss)
+        dropout = self.job.lora.dropout if self.job.lora else 0.0
+        seed = _entry_seed(self.job.seed, request.seq)
+        totals: dict[str, float] = {"loss": 0.0, "tokens": 0.0}
+        try:
+            with self.base.adapter_dropout(self.job.adapter, dropout, seed):
+                micro_batches = self._micro_batches(request.data)
+                for indices in micro_batches:
+                    data = [request.data[index] for index in indices]
+                    batch = make_micro_batch(data, self.base.device, request.loss)
+                    if batch is not None:
+                        self._accumulate(batch, request, options, totals)
+            fresh = {name: parameter.grad for name, parameter in self._parameters.items() if parameter.grad is not None}
+        finally:
+            for parameter in self._parameters.values():
+                parameter.grad = None
+        for name in fresh:
+            if not torch.isfinite(fresh[name]).all():
+                raise Rejected(
+                    f"forward_backward: the gradient of {name} is not finite: gradients are as before this request",
+                    code="nan-gradient",
+                )
+        for name, gradient in fresh.items():
+            held = self._gradients.get(name)
+            self._gradients[name] = gradient if held is None else held.add_(gradient)
+        return TrainResult(seq=request.seq, metrics=_loss_metrics(totals, request.loss, len(micro_batches)))
+
+    def _accumulate(
+        self, batch: MicroBatch, request: ForwardBackward, options: dict[str, float], totals: dict[str, float]
+    ) -> None:
+        logprobs = self._logprobs(batch)
+        total, sums = token_loss(request.loss, options, logprobs, batch.weights, batch.old, batch.advantages)
+        loss = total / request.normalizer
+        value = float(loss.detach())
+        if not isfinite(value):
+            raise Rejected(
+                f"forward_backward: the {request.loss} loss is {value}: gradients are as before this request",
+                code="nan-loss",
+            )
+        loss.backward()
+        totals["loss"] += value
+        totals["tokens"] += batch.targets.numel()
+        for name, tensor in sums.items():
+            held = totals.get(name, 0.0)
+            totals[name] = max(held, float(tensor)) if name == "ratio_max" else held + float(tensor)
+
+    def _optim_step(self, request: OptimStep) -> TrainResult:
+        if not self._gradients:
+            raise Rejected("optim_step: no gradients are accumulated: send forward_backward first", code="no-gradients")
+        norm = self._adam.step(self._gradients, request.adam)
+        self._gradients = {}
+        metrics = {"grad_norm": norm, "learning_rate": request.adam.learning_rate}
+        return TrainResult(seq=request.seq, metrics=metrics)
+
+    def _save_weights(self, request: SaveWeights) -> Outcome:
+        version = VersionRequest(
+            tenant=self.job.tenant,
+            job=self.job.job,
+            incarnation=self.job.incarnation,
+            version=self.version + 1,
+            parent=self.version,
+            seq=request.seq,
+            adapter=self.job.adapter,
+            lora=self.job.lora,
+        )
+        record = write_version(self._settings.home, self.base, version, keep=self._settings.keep_weights)
+        self.version = record.version
+        metrics = {"total_bytes": float(record.total_bytes)}
+        return Outcome(TrainResult(seq=request.seq, metrics=metrics, version=record.version), record)
+
+    def _save_state(self, request: SaveState) -> TrainResult:
+        path = state_path(self._settings.home, self.job.tenant, self.job.job, request.name)
+        state: State = {
+            "parameter": dict[str, Tensor](self._parameters),
+            "gradient": dict(self._gradients),
+            "exp_avg": {},
+            "exp_avg_sq": {},
+            "step": {},
+        }
+        for name, values in self._adam.state().items():
+            for section, tensor in values.items():
+                state[section][name] = tensor
+        return TrainResult(seq=request.seq, metrics={"total_bytes": float(write_state(path, state))})
+
+    def _load_state(self, request: LoadState) -> TrainResult:
+        path = state_path(self._settings.home, self.job.tenant, self.job.job, request.name)
+        state = read_state(path, dict[str, Tensor](self._parameters))
+        device = self.base.device
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(state["parameter"][name])
+        self._gradients = {name: tensor.to(device) for name, tensor in state["gradient"].items()}
+        moments: dict[str, dict[str, Any]] = {}
+        for name in state["step"]:
+            moments[name] = {
+                "step": state["step"][name],
+                "exp_avg": state["exp_avg"][name].to(device),
+                "exp_avg_sq": state["exp_avg_sq"][name].to(device),
+            }
+        self._adam.load(moments)
+        return TrainResult(seq=request.seq)
+
+
+def replace_metrics(result: TrainResult, **metrics: float) -> TrainResult:
+    """``result`` with more metrics; every number must be finite, as JSON has no other."""
+    merged = {name: value for name, value in {**result.metrics, **metrics}.items() if isfinite(value)}
+    return TrainResult(
+        seq=result.seq, error=result.error, metrics=merged, logprobs=result.logprobs, version=result.version
+    )
+
+
+def _loss_metrics(totals: dict[str, float], loss: str, num_micro_batches: int) -> dict[str, float]:
+    tokens = totals["tokens"]
+    metrics = {"loss": totals["loss"], "tokens": tokens, "micro_batches": float(num_micro_batches)}
+    if loss != "cross_entropy":
+        metrics["kl"] = totals["kl_sum"] / tokens
+        metrics["clip_fraction"] = totals["clipped"] / tokens
+        metrics["ratio_max"] = totals["ratio_max"]
+    return metrics
+
+
+def _entry_seed(seed: int, seq: int) -> int:
+    """A random seed for one log entry: distinct entries of one job and equal entries of two jobs differ."""
+    return (seed * 1_000_003 + seq * 7_919 + 1) & ((1 << 62) - 1)

@@ -1,0 +1,135 @@
+"""Losses over per-token log-probabilities (R8), and the chunked log-probabilities themselves (R3).
+
+Notation for token t of the batch: ``p_t`` its log-probability under the weights being trained, ``q_t`` under the policy
+that sampled it, ``A_t`` its advantage, ``w_t`` its weight (0 leaves it out), ``r_t = exp(p_t - q_t)``.
+
+Every loss is a **sum over tokens divided by an explicit normalizer**; nothing is averaged silently.
+
+    cross_entropy         -Σ w_t p_t / N
+    importance_sampling   -Σ w_t r_t A_t / N                      (policy gradient corrected to the sampling policy:
+                                                                   Degris et al. 2012, "Off-Policy Actor-Critic")
+    ppo                   -Σ w_t min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t) / N
+                                                                  (Schulman et al. 2017, arXiv:1707.06347, equation 7;
+                                                                   separate bounds: DAPO, arXiv:2503.14476, equation 10)
+    kl > 0 adds           +kl Σ w_t (exp(q_t - p_t) - 1 - (q_t - p_t)) / N
+                                                                  (the k3 estimate of Schulman 2020, "Approximating KL
+                                                                   Divergence"; importance_sampling and ppo only)
+
+Metrics: ``kl`` is the k1 estimate mean(q_t - p_t), ``clip_fraction`` the share of tokens whose gradient the clip
+removes, ``ratio_max`` the largest r_t; means are over tokens with w_t ≠ 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isfinite
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from openrl_common.errors import Rejected
+from openrl_common.wire import LOSSES
+
+LOSS_OPTIONS: dict[str, dict[str, float]] = {
+    "cross_entropy": {},
+    "importance_sampling": {"kl": 0.0},
+    "ppo": {"clip_low": 0.2, "clip_high": 0.2, "kl": 0.0},
+}
+"""Options of each loss with their defaults."""
+
+
+def check_loss(loss: str, loss_config: dict[str, float], normalizer: float) -> dict[str, float]:
+    """The options to use, defaults filled in.
+
+    Raises:
+        Rejected: ``unknown-loss``, ``bad-loss-config`` or ``bad-normalizer``.
+    """
+    if loss not in LOSS_OPTIONS:
+        raise Rejected(f"loss {loss!r} is unknown: use one of {', '.join(LOSSES)}", code="unknown-loss")
+    options = dict(LOSS_OPTIONS[loss])
+    for name, value in loss_config.items():
+        if name not in options:
+            known = ", ".join(options) or "none"
+            raise Rejected(f"loss {loss} has no option {name!r}: it has {known}", code="bad-loss-config")
+        if not isfinite(value) or value < 0:
+            raise Rejected(f"loss option {name} is {value}: use a finite number ≥ 0", code="bad-loss-config")
+        options[name] = value
+    if options.get("clip_low", 0.0) > 1:
+        raise Rejected(
+            f"loss option clip_low is {options['clip_low']}: use at most 1, a ratio is never negative",
+            code="bad-loss-config",
+        )
+    if not isfinite(normalizer) or normalizer <= 0:
+        raise Rejected(f"normalizer is {normalizer}: use a finite number above 0", code="bad-normalizer")
+    return options
+
+
+def token_loss(
+    loss: str,
+    options: dict[str, float],
+    logprobs: Tensor,
+    weights: Tensor,
+    old: Tensor | None,
+    advantages: Tensor | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss summed over tokens (scalar, not yet divided) and per-token sums for the metrics.
+
+    Args:
+        logprobs, weights, old, advantages: shape [tokens]; ``old`` and ``advantages`` are not used by cross_entropy.
+
+    Returns:
+        The sum, and detached scalars ``kl_sum``, ``clipped``, ``ratio_max`` (absent for cross_entropy).
+    """
+    if loss == "cross_entropy":
+        return -(weights * logprobs).sum(), {}
+    assert old is not None
+    assert advantages is not None
+    ratio = (logprobs - old).exp()
+    objective = ratio * advantages
+    clipped = torch.zeros_like(ratio, dtype=torch.bool)
+    if loss == "ppo":
+        bounded = ratio.clamp(1.0 - options["clip_low"], 1.0 + options["clip_high"]) * advantages
+        clipped = bounded.detach() < objective.detach()
+        objective = torch.minimum(objective, bounded)
+    total = -(weights * objective).sum()
+    if options["kl"] > 0:
+        gap = old - logprobs
+        total = total + options["kl"] * (weights * (gap.exp() - 1.0 - gap)).sum()
+    with torch.no_grad():
+        sums = {"kl_sum": (old - logprobs).sum(), "clipped": clipped.sum(), "ratio_max": ratio.max()}
+    return total, sums
+
+
+def chunked_logprobs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], chunk_tokens: int) -> Tensor:
+    """Log-probability of ``targets`` given ``hidden``, never holding more than ``chunk_tokens`` × vocabulary logits.
+
+    With more than one chunk each is recomputed in the backward pass, so that its logits are not kept either.
+
+    Args:
+        hidden: [tokens, hidden], the decoder's output at the positions that predict.
+        targets: [tokens], token ids.
+        head: [n, hidden] → logits [n, vocabulary].
+        chunk_tokens: at least 1.
+
+    Returns:
+        [tokens], float32 (float64 when the logits are).
+    """
+
+    def piece(rows: Tensor, wanted: Tensor) -> Tensor:
+        logits = head(rows)
+        if logits.dtype is not torch.float64:
+            logits = logits.float()
+        chosen = logits.gather(-1, wanted.unsqueeze(-1)).squeeze(-1)
+        return chosen - logits.logsumexp(dim=-1)
+
+    if hidden.shape[0] <= chunk_tokens:
+        return piece(hidden, targets)
+    pieces = []
+    for start in range(0, hidden.shape[0], chunk_tokens):
+        rows, wanted = hidden[start : start + chunk_tokens], targets[start : start + chunk_tokens]
+        if torch.is_grad_enabled():
+            pieces.append(checkpoint(piece, rows, wanted, use_reentrant=False, preserve_rng_state=False))
+        else:
+            pieces.append(piece(rows, wanted))
+    return torch.cat(pieces)

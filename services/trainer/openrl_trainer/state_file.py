@@ -1,0 +1,85 @@
+"""A job's training state in one safetensors file: ``<home>/state/<tenant>/<job>/<name>.safetensors``.
+
+Holds the trained parameters, AdamW's moments and step counts, and the gradients accumulated so far, so that
+``load_state`` puts the job exactly where ``save_state`` left it (random numbers need no state: they are seeded per log
+entry). One file, because one rename replaces it whole. A name may be loaded by a later incarnation of the same job.
+
+Not here: the automatic checkpoints of R5.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from openrl_common.errors import Rejected
+from openrl_common.names import check_name
+from openrl_trainer.files import disk_errors, fsync_path
+
+_NAME_CHARACTERS_MAX = 64
+_SECTIONS = ("parameter", "gradient", "exp_avg", "exp_avg_sq", "step")
+
+State = dict[str, dict[str, Tensor]]
+"""Section → parameter name → tensor; the sections are ``_SECTIONS``."""
+
+
+def state_path(home: Path, tenant: str, job: str, name: str) -> Path:
+    return home / "state" / tenant / job / f"{check_name('state name', name, _NAME_CHARACTERS_MAX)}.safetensors"
+
+
+def write_state(path: Path, state: State) -> int:
+    """Replace the file at ``path``; returns its size in bytes. Raises Rejected (``disk-full``, ``write-failed``)."""
+    tensors = {
+        f"{section}/{name}": tensor.detach().contiguous()
+        for section in _SECTIONS
+        for name, tensor in state[section].items()
+    }
+    temporary = path.with_suffix(".writing")
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            metadata = {"format": "pt", "sections": json.dumps(_SECTIONS)}
+            safetensors.torch.save_file(tensors, temporary, metadata=metadata)
+            size_bytes = temporary.stat().st_size
+            fsync_path(temporary)
+            os.replace(temporary, path)
+            fsync_path(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return size_bytes
+
+
+def read_state(path: Path, parameters: dict[str, Tensor]) -> State:
+    """Read and check a whole state before anything of it is used.
+
+    Raises:
+        Rejected: ``state-missing``, or ``bad-state`` naming the first tensor that does not fit this job.
+    """
+    if not path.is_file():
+        raise Rejected(f"load_state: no state {path.stem!r} of this job at {path}", code="state-missing")
+    try:
+        tensors = safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise Rejected(f"load_state: {path} cannot be read: {error}", code="bad-state") from error
+    state: State = {section: {} for section in _SECTIONS}
+    for key, tensor in tensors.items():
+        section, _, name = key.partition("/")
+        if section not in state or name not in parameters:
+            raise Rejected(f"load_state: {path} has {key!r}, which this job does not", code="bad-state")
+        wanted = parameters[name].shape if section != "step" else torch.Size(())
+        if tensor.shape != wanted:
+            raise Rejected(
+                f"load_state: {path} has {key!r} with shape {list(tensor.shape)}, needed is {list(wanted)}",
+                code="bad-state",
+            )
+        state[section][name] = tensor
+    absent = sorted(parameters.keys() - state["parameter"].keys())
+    if absent:
+        raise Rejected(f"load_state: {path} lacks {absent[0]!r} and {len(absent) - 1} more", code="bad-state")
+    return state

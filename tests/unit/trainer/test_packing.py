@@ -1,0 +1,53 @@
+"""Micro-batches (R2)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrl_common.errors import Rejected
+from openrl_trainer.packing import TOKEN_BUDGET_MAX, TOKEN_BUDGET_MIN, check_lengths, default_token_budget, pack
+
+
+@given(st.lists(st.integers(2, 100), min_size=1, max_size=60), st.integers(100, 500))
+def test_every_sequence_once_and_never_more_tokens_than_the_budget_R2(lengths: list[int], budget: int) -> None:
+    batches = pack(lengths, budget)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    assert all(len(batch) * max(lengths[index] for index in batch) <= budget for batch in batches)
+
+
+def test_sequences_of_one_length_fill_the_budget_R2() -> None:
+    assert [len(batch) for batch in pack([10] * 7, 30)] == [3, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [
+        ([5, 1], ("datum 1", "1 token", "at least 2")),
+        ([5, 90], ("datum 1", "90", "64")),
+        ([5, 40], ("datum 1", "40", "32", "OPEN_RL_TRAIN_TOKEN_BUDGET")),
+    ],
+)
+def test_a_sequence_that_does_not_fit_is_refused_by_name_with_both_numbers_R2(
+    lengths: list[int], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(Rejected) as caught:
+        check_lengths(lengths, length_max=64, token_budget=32)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_the_default_budget_grows_with_declared_memory_and_stays_in_bounds_R2() -> None:
+    def budget(gib: float) -> int:
+        return default_token_budget(
+            device_bytes=int(gib * 2**30),
+            resident_bytes=2**30,
+            hidden=4096,
+            layers=36,
+            intermediate=12288,
+            value_bytes=2,
+        )
+
+    assert budget(0.5) == TOKEN_BUDGET_MIN
+    assert TOKEN_BUDGET_MIN < budget(24) < budget(80) < TOKEN_BUDGET_MAX
+    assert budget(10_000) == TOKEN_BUDGET_MAX
