@@ -214,7 +214,8 @@ def _load_function(source: str, function: str) -> Callable[..., Any]:
             if not path.is_file():
                 raise Rejected(f"task file {source!r} does not exist", code="bad-task")
             spec = importlib.util.spec_from_file_location(path.stem, path)
-            assert spec is not None and spec.loader is not None
+            if spec is None or spec.loader is None:
+                raise Rejected(f"task file {source!r} is not a Python file", code="bad-task")
             module = importlib.util.module_from_spec(spec)
             sys.modules.setdefault(path.stem, module)
             spec.loader.exec_module(module)

@@ -1,0 +1,219 @@
+"""``openrl get``: tables of jobs, workloads, claims and nodes, from placement's queries (W5, C5)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from openrl_client.cli.common import OUTPUTS, Where, age, connection, machine_readable, run_async, table
+from openrl_client.errors import Rejected
+from openrl_common.names import short_workload
+from openrl_common.quantities import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from openrl_common.queries import ClaimRow, JobRow, NodeRow, WorkloadRow
+
+KINDS = ("jobs", "workloads", "claims", "nodes")
+_SINGULAR = {"job": "jobs", "workload": "workloads", "claim": "claims", "node": "nodes"}
+WATCH_INTERVAL_S = 1.0
+
+
+class Kind(click.ParamType[str]):
+    """One of KINDS; the singular is accepted."""
+
+    name = "kind"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        kind = _SINGULAR.get(str(value), str(value))
+        if kind not in KINDS:
+            self.fail(f"{value!r} is not one of {', '.join(KINDS)}", param, ctx)
+        return kind
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[Any]:
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(kind) for kind in KINDS if kind.startswith(incomplete)]
+
+
+@click.command()
+@click.argument("kind", type=Kind(), metavar="jobs|workloads|claims|nodes")
+@click.argument("names", nargs=-1)
+@click.option("-o", "--output", type=click.Choice(OUTPUTS), help="More columns, or machine-readable.")
+@click.option("-w", "--watch", is_flag=True, help="Go on: print rows again when they change.")
+@click.option("--no-headers", is_flag=True, help="Rows only.")
+@click.option("-A", "--all-tenants", is_flag=True, help="Jobs and workloads of every tenant.")
+@connection
+def get(
+    where: Where,
+    kind: str,
+    names: tuple[str, ...],
+    output: str | None,
+    watch: bool,
+    no_headers: bool,
+    all_tenants: bool,
+) -> None:
+    """List what the system knows. NAMES: only these (ids, or <job>/<role> for workloads)."""
+    run_async(_get(where, kind, names, output, watch, no_headers, all_tenants))
+
+
+async def _get(
+    where: Where, kind: str, names: tuple[str, ...], output: str | None, watch: bool, no_headers: bool, every: bool
+) -> None:
+    async with where.connect() as client:
+        shown: set[str] = set()
+        first = True
+        while True:
+            rows = await _rows(client, kind, names, "" if every else where.tenant, strict=not watch)
+            if output in ("json", "yaml"):
+                text = machine_readable(rows, output)
+                if text not in shown:
+                    click.echo(text)
+                    shown = {text}
+            else:
+                lines = render(kind, rows, output, with_header=first and not no_headers).splitlines()
+                for line in lines:
+                    if line not in shown:
+                        click.echo(line)
+                shown = set(lines)
+                if first and not rows and output != "name":
+                    click.echo(f"no {kind}", err=True)
+            first = False
+            if not watch:
+                return
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+
+async def _rows(client: Any, kind: str, names: tuple[str, ...], tenant: str, *, strict: bool) -> list[Any]:
+    from openrl_common import queries
+
+    answer_types: dict[str, Any] = {
+        "jobs": queries.JobsAnswer,
+        "workloads": queries.WorkloadsAnswer,
+        "claims": queries.ClaimsAnswer,
+        "nodes": queries.NodesAnswer,
+    }
+    answer = await client.query(kind, queries.ListQuery(tenant=tenant), answer_types[kind])
+    rows: list[Any] = getattr(answer, kind)
+    if not names:
+        return rows
+    chosen = [row for row in rows if names_of(kind, row) & set(names)]
+    known = set().union(*(names_of(kind, row) for row in chosen)) if chosen else set()
+    if strict and (missing := [name for name in names if name not in known]):
+        raise Rejected(f"{kind[:-1]} {missing[0]!r} is not known: see `openrl get {kind}`", code="unknown")
+    return chosen
+
+
+def names_of(kind: str, row: Any) -> set[str]:
+    """Every name under which a row may be asked for."""
+    if kind == "jobs":
+        return {row.record.job, f"{row.record.tenant}/{row.record.job}"}
+    if kind == "workloads":
+        return {row.record.workload, short_workload(row.record.workload)}
+    return {row.claim} if kind == "claims" else {row.record.node}
+
+
+def render(kind: str, rows: Sequence[Any], output: str | None, *, with_header: bool = True) -> str:
+    """The table of ``rows``; ``output``: None, ``wide`` or ``name``."""
+    if output == "name":
+        return "\n".join(f"{kind[:-1]}/{_identity(kind, row)}" for row in rows)
+    header, cells = _COLUMNS[kind]
+    wide = output == "wide"
+    now = time.time()
+    num_narrow = sum(not name.startswith("+") for name in header)
+    num_columns = len(header) if wide else num_narrow
+    return table(
+        [name.lstrip("+") for name in header[:num_columns]],
+        [cells(row, now)[:num_columns] for row in rows],
+        with_header=with_header,
+    )
+
+
+def _identity(kind: str, row: Any) -> str:
+    return str(row.claim if kind == "claims" else getattr(row.record, kind[:-1]))
+
+
+def _job_cells(row: JobRow, now: float) -> list[str]:
+    record = row.record
+    return [
+        record.job,
+        record.spec.kind.value,
+        record.phase.value,
+        row.trainer_phase,
+        row.sampler_phase,
+        row.reason.value if row.reason else record.reason,
+        age(record.submitted_at, record.ended_at or now),
+        record.tenant,
+        record.runtime,
+        record.spec.base_model,
+        row.message or record.message,
+    ]
+
+
+def _workload_cells(row: WorkloadRow, now: float) -> list[str]:
+    record = row.record
+    return [
+        short_workload(record.workload),
+        record.phase.value,
+        str(row.position or ""),
+        "" if row.waited_s is None else format_seconds(row.waited_s),
+        record.reason.value if record.reason else "",
+        "" if record.deadline is None or record.reason is None else format_seconds(max(0.0, record.deadline - now)),
+        record.claim,
+        record.node,
+        record.assignment,
+        format_bytes(record.shape.device_bytes),
+        record.message,
+    ]
+
+
+def _claim_cells(row: ClaimRow, now: float) -> list[str]:
+    return [
+        row.claim,
+        row.state.value,
+        f"{len(row.seats)}/{row.limit or '∞'}",
+        row.node,
+        ",".join(row.devices),
+        format_bytes(row.device_bytes) if row.device_bytes else "",
+        ",".join(short_workload(seat.workload) + ("*" if seat.exclusive else "") for seat in row.seats),
+        age(row.founded_at or None, now),
+        str(row.seats_peak),
+        " or ".join(f"{tier.count}x{tier.ceiling_gib}GiB" for tier in row.tiers),
+    ]
+
+
+def _node_cells(row: NodeRow, now: float) -> list[str]:
+    record = row.record
+    sizes = sorted({format_bytes(device.memory_bytes) for device in record.devices})
+    host = format_bytes(record.host_allocatable_bytes) if record.host_allocatable_bytes else "unknown"
+    return [
+        record.node,
+        "not usable" if row.usable else "ready",
+        f"{row.devices_claimed}/{len(record.devices)}",
+        ",".join(sizes),
+        f"{format_bytes(row.host_seats_bytes)}/{host}",
+        ",".join(role.value for role in record.roles) or "all",
+        row.usable,
+    ]
+
+
+# "+": only with -o wide.
+_COLUMNS: dict[str, tuple[list[str], Any]] = {
+    "jobs": (
+        ["NAME", "KIND", "PHASE", "TRAINER", "SAMPLER", "REASON", "AGE", "+TENANT", "+RUNTIME", "+MODEL", "+MESSAGE"],
+        _job_cells,
+    ),
+    "workloads": (
+        ["NAME", "PHASE", "POSITION", "WAITED", "REASON", "DEADLINE", "CLAIM", "+NODE", "+ASSIGNMENT", "+DEVICE MEMORY"]
+        + ["+MESSAGE"],
+        _workload_cells,
+    ),
+    "claims": (
+        ["CLAIM", "STATE", "SEATS", "NODE", "DEVICES", "MEMORY", "HELD BY", "AGE", "+PEAK", "+ASKED FOR"],
+        _claim_cells,
+    ),
+    "nodes": (["NAME", "STATE", "CLAIMED", "DEVICE MEMORY", "HOST MEMORY", "ROLES", "+WHY"], _node_cells),
+}

@@ -1,0 +1,27 @@
+"""``openrl model``: make a tiny model to try things with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from openrl_client.cli.common import run_async
+
+
+@click.group()
+def model() -> None:
+    """Models on this machine."""
+
+
+@model.command("make-tiny")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--steps", type=click.IntRange(1, 100_000), default=400, show_default=True, help="Training steps of 64.")
+def make_tiny(out: Path, steps: int) -> None:
+    """Make a 0.3 M parameter Qwen3 model in OUT that half knows the tasks letters:sort and letters:desc."""
+    from openrl_client.tiny import make_tiny_model
+
+    if out.exists():
+        raise click.UsageError(f"{str(out)!r} exists already: choose another directory or remove it")
+    run_async(make_tiny_model(out, steps=steps, on_line=click.echo, environment=dict(os.environ)))
