@@ -46,6 +46,4 @@ def host_refusal(node: NodeRecord, seats_bytes: int, host_bytes: int) -> str:
     free = node.host_allocatable_bytes - node.host_reserved_bytes - seats_bytes
     if host_bytes <= free:
         return ""
-    return (
-        f"needs {format_bytes(host_bytes)} of host memory, node {node.node} has {format_bytes(max(0, free))} free"
-    )
+    return f"needs {format_bytes(host_bytes)} of host memory, node {node.node} has {format_bytes(max(0, free))} free"

@@ -1,0 +1,326 @@
+"""What the ledger answers, one rule at a time. The interleavings are in test_ledger_properties.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrl_common.events import (
+    ClaimAllocated,
+    ClaimFreed,
+    ClaimRefused,
+    ClaimRetired,
+    SeatBooked,
+    SeatRefused,
+    SeatReleased,
+    SeatReleaseRequested,
+    SeatReleasing,
+    SeatRequested,
+    WorkerGone,
+)
+from openrl_common.records import (
+    ClaimState,
+    LeaseRecord,
+    LeaseState,
+    Role,
+    SeatState,
+    Shape,
+    Tier,
+)
+from openrl_ledger.core.ops import Table
+from unit.ledger.world import GIB, World
+
+TIERS = (Tier(count=1, floor_bytes=10 * GIB, ceiling_gib=80),)
+
+
+def request(
+    workload: str,
+    *candidates: str,
+    incarnation: int = 1,
+    attempt: int = 1,
+    exclusive: bool = False,
+    found: bool = True,
+    host_gib: int = 10,
+    move_from: str = "",
+) -> SeatRequested:
+    return SeatRequested(
+        tenant="t",
+        workload=workload,
+        incarnation=incarnation,
+        attempt=attempt,
+        owner=workload,
+        shape=Shape(role=Role.TRAINER, device_bytes=10 * GIB, host_bytes=host_gib * GIB, exclusive=exclusive),
+        candidates=candidates,
+        may_found=found,
+        tiers=TIERS,
+        move_from=move_from,
+    )
+
+
+def release(workload: str, assignment: str = "", incarnation: int = 1, *, close: bool = True) -> SeatReleaseRequested:
+    return SeatReleaseRequested(
+        tenant="t", workload=workload, incarnation=incarnation, assignment=assignment, close=close
+    )
+
+
+def gone(booked: SeatBooked) -> WorkerGone:
+    return WorkerGone(tenant="t", workload=booked.workload, assignment=booked.assignment, claim=booked.claim, node="n1")
+
+
+def allocated(claim: str, device: str = "d0") -> ClaimAllocated:
+    return ClaimAllocated(claim=claim, node="n1", devices=(device,), device_bytes=80 * GIB, tier="t1x80")
+
+
+def booked(world: World, event: SeatRequested) -> SeatBooked:
+    (answer,) = world.handle(event)
+    assert isinstance(answer, SeatBooked), answer
+    return answer
+
+
+def founded(world: World, workload: str, device: str = "d0", **options: object) -> SeatBooked:
+    answer = booked(world, request(workload, **options))  # type: ignore[arg-type]
+    world.handle(allocated(answer.claim, device))
+    return answer
+
+
+@pytest.fixture
+def world() -> World:
+    return World(limit=2, devices=4, host_gib=100)
+
+
+def test_a_workload_without_candidates_founds_a_pending_claim_of_its_own(world: World) -> None:
+    """L2, P8."""
+    answer = booked(world, request("w1"))
+    assert answer.founded
+    claim = world.claims()[answer.claim]
+    assert claim.state is ClaimState.PENDING
+    assert list(claim.entries) == [answer.assignment]
+    assert world.seats()["w1"].state is SeatState.HELD
+
+
+def test_an_allocation_reserves_the_founders_host_memory(world: World) -> None:
+    """L5."""
+    answer = founded(world, "w1")
+    assert world.claims()[answer.claim].state is ClaimState.ALLOCATED
+    assert world.tables[Table.BUDGETS]["n1"].value.entries[answer.assignment].host_bytes == 10 * GIB
+
+
+def test_a_joiner_takes_the_first_candidate_that_accepts_in_the_same_handling(world: World) -> None:
+    """P11: a refused claim is dropped and the next is tried; no claim is cut while another has room."""
+    full, room = founded(world, "w1"), founded(world, "w2", "d1")
+    booked(world, request("w3", full.claim))
+    answer = booked(world, request("w4", full.claim, room.claim))
+    assert answer.claim == room.claim
+    assert not answer.founded
+    assert "2 seats" in answer.refusals[full.claim]
+
+
+def test_the_seat_limit_holds_on_join_whatever_the_request_believed(world: World) -> None:
+    """S2: the write is tested, not the caller."""
+    first = founded(world, "w1")
+    booked(world, request("w2", first.claim))
+    (answer,) = world.handle(request("w3", first.claim, found=False))
+    assert isinstance(answer, SeatRefused)
+    assert answer.code == "no-candidate"
+    assert len(world.claims()[first.claim].entries) == 2
+
+
+def test_limit_one_leaves_every_founder_alone() -> None:
+    """S1."""
+    world = World(limit=1, devices=4, host_gib=100)
+    first = founded(world, "w1")
+    assert booked(world, request("w2", first.claim)).founded
+
+
+def test_limit_zero_is_no_limit() -> None:
+    """S1."""
+    world = World(limit=0, devices=1, host_gib=1000)
+    first = founded(world, "w0")
+    for index in range(1, 20):
+        assert booked(world, request(f"w{index}", first.claim)).claim == first.claim
+
+
+@pytest.mark.parametrize(("holder", "newcomer"), [(True, False), (False, True)])
+def test_an_exclusive_workload_never_joins_and_is_never_joined(world: World, holder: bool, newcomer: bool) -> None:
+    """P7."""
+    first = founded(world, "w1", exclusive=holder)
+    (answer,) = world.handle(request("w2", first.claim, exclusive=newcomer, found=False))
+    assert isinstance(answer, SeatRefused)
+    assert "exclusive" in answer.refusals[first.claim]
+
+
+def test_host_memory_refuses_a_join_and_equality_passes(world: World) -> None:
+    """P6."""
+    first = founded(world, "w1", host_gib=60)
+    (answer,) = world.handle(request("w2", first.claim, found=False, host_gib=41))
+    assert isinstance(answer, SeatRefused)
+    assert "host memory" in answer.refusals[first.claim]
+    assert booked(world, request("w3", first.claim, host_gib=40)).claim == first.claim
+    assert world.tables[Table.BUDGETS]["n1"].value.entries.keys() == world.claims()[first.claim].entries.keys()
+
+
+def test_an_allocation_over_the_host_budget_retires_the_claim_and_frees_the_seat(world: World) -> None:
+    """L5: over budget the release is finished and the workload waits for host memory."""
+    founded(world, "w1", host_gib=95)
+    answer = booked(world, request("w2"))
+    events = world.handle(allocated(answer.claim, "d1"))
+    assert [type(event) for event in events] == [SeatReleased, ClaimRetired]
+    assert world.claims()[answer.claim].state is ClaimState.RETIRING
+    assert world.seats()["w2"].state is SeatState.EMPTY
+
+
+def test_booking_again_adopts_the_seat_and_adds_none(world: World) -> None:
+    """S3, invariant 10: adopting is never refused by the limit."""
+    first = founded(world, "w1")
+    again = booked(world, request("w1", first.claim, attempt=2))
+    assert (again.assignment, again.claim) == (first.assignment, first.claim)
+    assert len(world.claims()) == 1
+
+
+def test_a_late_duplicate_of_a_finished_request_books_nothing(world: World) -> None:
+    """L4, invariant 10."""
+    first = founded(world, "w1")
+    world.handle(release("w1", first.assignment, close=False))
+    world.handle(gone(first))
+    assert world.handle(request("w1")) == []
+    assert world.seats()["w1"].state is SeatState.EMPTY
+    assert booked(world, request("w1", attempt=2)).founded
+
+
+def test_a_release_counts_until_the_worker_is_gone_and_the_last_one_retires_the_claim(world: World) -> None:
+    """L4, E3: releasing still counts; the seat is emptied last."""
+    first = founded(world, "w1")
+    (event,) = world.handle(release("w1", first.assignment))
+    assert isinstance(event, SeatReleasing)
+    assert len(world.claims()[first.claim].entries) == 1
+    events = world.handle(gone(first))
+    assert [type(event) for event in events] == [SeatReleased, ClaimRetired]
+    assert world.claims()[first.claim].state is ClaimState.RETIRING
+    assert world.tables[Table.BUDGETS]["n1"].value.entries == {}
+    world.handle(ClaimFreed(claim=first.claim, node="n1"))
+    assert world.claims()[first.claim].state is ClaimState.GONE
+
+
+def test_a_late_release_of_an_old_assignment_does_not_drop_a_newer_booking(world: World) -> None:
+    """L4: by assignment id, never by name."""
+    first = founded(world, "w1")
+    world.handle(release("w1", first.assignment, close=False))
+    world.handle(gone(first))
+    second = founded(world, "w1", "d1", attempt=2)
+    assert world.handle(release("w1", first.assignment, close=False)) == []
+    world.handle(gone(first))
+    assert world.seats()["w1"].assignment == second.assignment
+    assert world.seats()["w1"].state is SeatState.HELD
+
+
+def test_a_seat_on_a_pending_claim_is_fenced_and_freed_at_once(world: World) -> None:
+    """L4: nothing ran there, so nobody has to confirm."""
+    answer = booked(world, request("w1"))
+    events = world.handle(release("w1", answer.assignment))
+    assert [type(event) for event in events] == [SeatReleasing, SeatReleased, ClaimRetired]
+    assert world.tables[Table.LEASES][answer.assignment].value.state is LeaseState.TOMBSTONE
+    world.handle(allocated(answer.claim))
+    assert world.claims()[answer.claim].state is ClaimState.RETIRING
+
+
+def test_a_cancellation_before_the_booking_closes_the_incarnation(world: World) -> None:
+    """L4: nothing in flight books behind a cancellation; a resubmission may."""
+    assert world.handle(release("w1")) == []
+    (answer,) = world.handle(request("w1"))
+    assert isinstance(answer, SeatRefused)
+    assert answer.code == "closed"
+    assert booked(world, request("w1", incarnation=2)).founded
+
+
+def test_a_late_cancellation_never_hits_a_newer_incarnation(world: World) -> None:
+    """L4."""
+    newer = founded(world, "w1", incarnation=5)
+    assert world.handle(release("w1", "", incarnation=4)) == []
+    assert world.seats()["w1"].assignment == newer.assignment
+
+
+def test_a_newer_incarnation_takes_its_predecessors_place_when_it_is_gone(world: World) -> None:
+    """S3: one CAS swaps the entries, although the claim is full."""
+    first = founded(world, "w1")
+    booked(world, request("w2", first.claim))
+    refused = world.handle(request("w1", incarnation=2))
+    assert [type(event) for event in refused] == [SeatReleasing, SeatRefused]
+    (answer,) = world.handle(gone(first))
+    assert isinstance(answer, SeatBooked)
+    assert (answer.claim, answer.incarnation) == (first.claim, 2)
+    assert len(world.claims()[first.claim].entries) == 2
+    assert world.sightings() == set()
+
+
+def test_a_cancelled_successor_does_not_take_the_place(world: World) -> None:
+    """S3, L4."""
+    first = founded(world, "w1")
+    world.handle(request("w1", incarnation=2))
+    world.handle(release("w1", "", incarnation=2))
+    events = world.handle(gone(first))
+    assert isinstance(events[0], SeatReleased)
+    assert world.seats()["w1"].state is SeatState.EMPTY
+
+
+def test_a_waiter_moves_from_its_own_pending_claim_to_a_freed_seat(world: World) -> None:
+    """L5, S4: the own claim retires, its device demand is withdrawn."""
+    first = founded(world, "w1")
+    own = booked(world, request("w2"))
+    events = world.handle(request("w2", first.claim, attempt=2, found=False, move_from=own.assignment))
+    assert [type(event) for event in events] == [ClaimRetired, SeatBooked]
+    assert world.seats()["w2"].claim == first.claim
+    assert world.claims()[own.claim].state is ClaimState.RETIRING
+    assert world.tables[Table.LEASES][own.assignment].value.found == "none"
+
+
+def test_a_move_loses_against_a_worker_that_is_starting(world: World) -> None:
+    """L5: the allocation won; the reservation on the target is cleaned."""
+    first = founded(world, "w1")
+    own = booked(world, request("w2"))
+    world.put(Table.LEASES, own.assignment, LeaseRecord(state=LeaseState.STARTING))
+    events = world.handle(request("w2", first.claim, attempt=2, found=False, move_from=own.assignment))
+    assert any(isinstance(event, SeatRefused) and event.code == "started" for event in events)
+    assert world.seats()["w2"].claim == own.claim
+    assert len(world.claims()[first.claim].entries) == 1
+
+
+def test_a_move_after_the_allocation_keeps_the_allocation(world: World) -> None:
+    """L5."""
+    first = founded(world, "w1")
+    own = founded(world, "w2", "d1")
+    events = world.handle(request("w2", first.claim, attempt=2, found=False, move_from=own.assignment))
+    assert isinstance(events[0], SeatRefused)
+    assert events[0].code == "started"
+    assert world.seats()["w2"].assignment == own.assignment
+
+
+def test_a_refused_claim_is_gone_and_its_seat_free(world: World) -> None:
+    """L5."""
+    answer = booked(world, request("w1"))
+    events = world.handle(ClaimRefused(claim=answer.claim, node="n1", why="no such device"))
+    assert isinstance(events[0], SeatReleased)
+    assert world.claims()[answer.claim].state is ClaimState.GONE
+    assert world.seats()["w1"].state is SeatState.EMPTY
+
+
+def test_a_lowered_limit_evicts_nobody_and_admits_nobody(world: World) -> None:
+    """S7."""
+    first = founded(world, "w1")
+    booked(world, request("w2", first.claim))
+    lowered = World(limit=1, devices=4, host_gib=100)
+    lowered.tables, lowered.revision, lowered.counter = world.tables, world.revision, world.counter
+    (answer,) = lowered.handle(request("w3", first.claim, found=False))
+    assert isinstance(answer, SeatRefused)
+    assert len(lowered.claims()[first.claim].entries) == 2
+
+
+def test_a_redelivered_worker_gone_publishes_again_what_a_crash_swallowed(world: World) -> None:
+    """E6: a crash between emptying the seat and publishing loses nothing."""
+    first = founded(world, "w1")
+    world.handle(release("w1", first.assignment))
+    handler = world.deliver(gone(first))
+    while world.seats()["w1"].state is not SeatState.EMPTY:
+        world.step(handler)
+    published = len(world.published)
+    world.crash(handler)
+    world.settle()
+    assert any(isinstance(event, SeatReleased) for event in world.published[published:])

@@ -1,0 +1,192 @@
+"""A world for the ledger's rules: tables in memory, handlers that advance one step at a time, invariants on every write.
+
+What it can do to a handler is what really happens: stall it anywhere, kill it between any two steps (its event is then
+delivered again), let a write land while its answer is lost and another writer overwrites it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from openrl_common.events import Event, SeatReleasing
+from openrl_common.records import (
+    ClaimEntry,
+    ClaimRecord,
+    ClaimState,
+    Device,
+    NodeBudget,
+    NodeRecord,
+    SeatRecord,
+    SeatState,
+)
+from openrl_common.store import Entry
+from openrl_ledger.core import janitor
+from openrl_ledger.core.decide import decide
+from openrl_ledger.core.ops import Emit, Environment, Lost, Read, Steps, Table, Write
+
+GIB = 1 << 30
+
+
+class Handler:
+    """One event being handled; ``pending`` is the step that waits for its answer."""
+
+    def __init__(self, event: Event | None, steps: Steps[None]) -> None:
+        self.event = event
+        self.steps = steps
+        self.pending: Any = next(steps, None)
+
+    @property
+    def done(self) -> bool:
+        return self.pending is None
+
+
+class World:
+    def __init__(self, *, limit: int, devices: int, host_gib: int) -> None:
+        self.limit = limit
+        self.tables: dict[Table, dict[str, Entry[Any]]] = {table: {} for table in Table}
+        self.revision = 0
+        self.published: list[Event] = []
+        self.handlers: list[Handler] = []
+        self.free_devices = [f"d{index}" for index in range(devices)]
+        self.device_of: dict[str, str] = {}
+        self.counter = itertools.count()
+        self.environment = Environment(
+            limit=limit, now=lambda: float(self.revision), mint=lambda prefix: f"{prefix}{next(self.counter)}"
+        )
+        inventory = NodeRecord(
+            node="n1",
+            devices=tuple(Device(device=device, memory_bytes=80 * GIB) for device in self.free_devices),
+            host_allocatable_bytes=host_gib * GIB,
+        )
+        self.put(Table.NODES, "n1", inventory)
+
+    # --- tables ------------------------------------------------------------------------------------------------
+
+    def put(self, table: Table, key: str, value: Any) -> int:
+        self.revision += 1
+        self.tables[table][key] = Entry(key, value, self.revision)
+        return self.revision
+
+    def write(self, step: Write) -> int | Lost:
+        standing = self.tables[step.table].get(step.key)
+        if (standing.revision if standing else 0) != step.last:
+            return Lost.DEFINITE
+        before = standing.value if standing else None
+        self.check_write(step, before)
+        return self.put(step.table, step.key, step.value)
+
+    def check_write(self, step: Write, before: Any) -> None:
+        """Invariants 2 to 4 of docs/rules.md, on the write itself (S2)."""
+        if step.table is Table.CLAIMS:
+            old: dict[str, ClaimEntry] = before.entries if before else {}
+            added = step.value.entries.keys() - old.keys()
+            removed = old.keys() - step.value.entries.keys()
+            if added and not removed and self.limit:
+                assert len(step.value.entries) <= self.limit, "the seat limit was passed on a write"
+            if added:
+                assert step.value.state in (ClaimState.PENDING, ClaimState.ALLOCATED), "a dead claim took a seat"
+                exclusive = [entry for entry in step.value.entries.values() if entry.exclusive]
+                assert not exclusive or len(step.value.entries) == 1, "an exclusive workload shares its claim"
+        if step.table is Table.BUDGETS and before is not None:
+            added_bytes = sum(e.host_bytes for k, e in step.value.entries.items() if k not in before.entries)
+            if added_bytes:
+                allocatable = self.tables[Table.NODES]["n1"].value.host_allocatable_bytes
+                total = sum(entry.host_bytes for entry in step.value.entries.values())
+                assert total <= allocatable + self.swap_slack(step.value), "the node is over its host memory"
+
+    def swap_slack(self, budget: NodeBudget) -> int:
+        """During S3 predecessor and successor are both on the node for a moment; the predecessor does not count."""
+        by_workload: dict[str, list[int]] = {}
+        for entry in budget.entries.values():
+            by_workload.setdefault(entry.workload, []).append(entry.host_bytes)
+        return sum(sum(sizes) - max(sizes) for sizes in by_workload.values() if len(sizes) > 1)
+
+    def check_seats(self) -> None:
+        """Invariant 1: at most one seat a workload, at this very revision."""
+        for workload, entry in self.tables[Table.SEATS].items():
+            seat: SeatRecord = entry.value
+            named = [
+                (claim_id, assignment)
+                for claim_id, claim in self.tables[Table.CLAIMS].items()
+                for assignment, listed in claim.value.entries.items()
+                if listed.workload == workload
+                and seat.state is not SeatState.EMPTY
+                and (seat.assignment, seat.claim) == (assignment, claim_id)
+            ]
+            assert len(named) <= 1
+
+    # --- handlers ----------------------------------------------------------------------------------------------
+
+    def deliver(self, event: Event) -> Handler:
+        handler = Handler(event, decide(event, self.environment))
+        if not handler.done:
+            self.handlers.append(handler)
+        return handler
+
+    def step(self, handler: Handler, *, lose_answer: bool = False) -> None:
+        step = handler.pending
+        answer: Any = None
+        if isinstance(step, Read):
+            answer = self.tables[step.table].get(step.key)
+        elif isinstance(step, Write):
+            answer = self.write(step)
+            if lose_answer and isinstance(answer, int) and step.table is not Table.LEASES:
+                # It landed, the answer was lost, and another writer wrote the same value again before we asked.
+                self.put(step.table, step.key, step.value)
+                answer = Lost.UNKNOWN
+        elif isinstance(step, Emit):
+            self.published.append(step.event)
+        self.check_seats()
+        try:
+            handler.pending = handler.steps.send(answer)
+        except StopIteration:
+            handler.pending = None
+            if handler in self.handlers:
+                self.handlers.remove(handler)
+
+    def finish(self, handler: Handler) -> None:
+        while not handler.done:
+            self.step(handler)
+
+    def handle(self, event: Event) -> list[Event]:
+        """Deliver one event and run it to its end; returns what it published."""
+        before = len(self.published)
+        self.finish(self.deliver(event))
+        return self.published[before:]
+
+    def crash(self, handler: Handler) -> None:
+        self.handlers.remove(handler)
+        if handler.event is not None:
+            self.deliver(handler.event)
+
+    # --- the launcher's part -----------------------------------------------------------------------------------
+
+    def claims(self) -> dict[str, ClaimRecord]:
+        return {key: entry.value for key, entry in self.tables[Table.CLAIMS].items()}
+
+    def seats(self) -> dict[str, SeatRecord]:
+        return {key: entry.value for key, entry in self.tables[Table.SEATS].items()}
+
+    def releasing(self) -> list[SeatReleasing]:
+        return [event for event in self.published if isinstance(event, SeatReleasing)]
+
+    def settle(self) -> None:
+        """Let everything run, then the janitor twice."""
+        for _ in range(10_000):
+            if not self.handlers:
+                break
+            self.finish(self.handlers[0])
+        assert not self.handlers
+        for _ in range(3):
+            for leftover in self.sightings():
+                seat = self.seats().get(leftover.workload, SeatRecord())
+                self.finish(Handler(None, janitor.repair(leftover, leftover.tenant or "t", seat.incarnation)))
+
+    def sightings(self) -> set[janitor.Leftover]:
+        return janitor.sightings(
+            self.seats(),
+            self.claims(),
+            {key: entry.value for key, entry in self.tables[Table.BUDGETS].items()},
+            {key: entry.value for key, entry in self.tables[Table.LEASES].items()},
+        )
