@@ -1,0 +1,363 @@
+"""Placement's decisions about seats and workers: ``decide(state, event, now) -> Effects``, and what mirrors mean.
+
+    Submitted ─booked on a shared claim─▶ Placed ─▶ Starting ─▶ Ready
+        └──────founded an own claim────▶ Pending ──allocated──┘
+                                          │  ▲
+                     unschedulable (F1) ──┘  └── stands in the line, moves to a freed seat, or gets its device
+
+Pure: state in, effects out; the caller passes the time. Invariants: an event of an older incarnation, attempt or
+assignment changes nothing; handling an event twice gives the same records, and the same events again.
+
+The ledger's and launchers' buckets are the truth: their mirrors call ``seat_changed``, ``claim_changed``,
+``node_changed``, ``budget_changed`` and ``ready_changed``; events only make things quicker, ``passes`` repairs what
+both missed.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from openrl_common.events import (
+    AnyEvent,
+    ClaimFreed,
+    JobCancelled,
+    JobFinished,
+    SeatBooked,
+    SeatRefused,
+    SeatReleased,
+    SeatReleaseRequested,
+    WorkerExited,
+    WorkerLaunched,
+    WorkerUnschedulable,
+)
+from openrl_common.names import short_workload
+from openrl_common.records import (
+    ClaimRecord,
+    ClaimState,
+    NodeBudget,
+    NodeRecord,
+    ReadyRecord,
+    Reason,
+    SeatRecord,
+    SeatState,
+    WorkloadPhase,
+    WorkloadRecord,
+)
+from openrl_placement.endings import end_if_gone, fail_workload, gone, job_ready
+from openrl_placement.jobs import closed
+from openrl_placement.state import Effects, State, alive, ended, need, placed, with_reason, without_reason
+from openrl_placement.waiting import ask, join_line, note_refusals, settle, wake_claim, wake_seatless
+
+
+def decide(state: State, event: AnyEvent, now: float) -> Effects:
+    """What follows from an event (JobSubmitted aside: ``jobs.submitted``); nothing when it concerns nobody here."""
+    fx = Effects()
+    match event:
+        case JobFinished() | JobCancelled():
+            return closed(state, event, now)
+        case SeatBooked():
+            _booked_event(state, event, now, fx)
+        case SeatRefused():
+            _refused(state, event, now, fx)
+        case SeatReleased():
+            _released_event(state, event, now, fx)
+        case WorkerUnschedulable() | WorkerLaunched() | WorkerExited():
+            _worker_event(state, event, now, fx)
+        case ClaimFreed():
+            wake_seatless(state, now, fx)
+        case _:
+            pass
+    return fx
+
+
+# --- seats ------------------------------------------------------------------------------------------------------
+
+
+def _booked_event(state: State, event: SeatBooked, now: float, fx: Effects) -> None:
+    record = state.workloads.get(event.workload)
+    if record is None or record.incarnation < event.incarnation or state.was_released(event.assignment):
+        return
+    if not alive(record) or record.incarnation > event.incarnation:
+        _withdraw(state, record, event, fx)
+        return
+    if event.assignment != record.assignment and event.attempt < record.attempt and record.assignment:
+        return  # a late duplicate of a booking that a move has replaced
+    booked(state, record, event.assignment, event.claim, now, fx)
+
+
+def booked(state: State, record: WorkloadRecord, assignment: str, claim: str, now: float, fx: Effects) -> None:
+    """The ledger named a seat. On an allocated claim the workload is placed; on a founded one it is pending."""
+    if record.assignment == assignment:
+        fx.workloads[record.workload] = None
+        settle(state, record.workload, now, fx, booked=claim)
+        return
+    state.note_released(record.assignment)
+    state.refused_at.pop(record.workload, None)
+    claim_record = state.fleet.claims.get(claim)
+    record = msgspec.structs.replace(record, assignment=assignment, claim=claim, node="")
+    if claim_record is not None and claim_record.state is ClaimState.ALLOCATED:
+        record = _as_placed(record, claim_record.node, now)
+    else:
+        record = msgspec.structs.replace(record, phase=WorkloadPhase.PENDING)
+    state.put_workload(record)
+    fx.workloads[record.workload] = None
+    settle(state, record.workload, now, fx, booked=claim)
+    for event in state.take_early(assignment):
+        fx.add(decide(state, event, now))
+    if state.ready.get(assignment):
+        _became_ready(state, state.workloads[record.workload], now, fx)
+
+
+def _as_placed(record: WorkloadRecord, node: str, now: float) -> WorkloadRecord:
+    return msgspec.structs.replace(
+        without_reason(record, now), phase=WorkloadPhase.PLACED, node=node, placed_at=now, deadline=None
+    )
+
+
+def _withdraw(state: State, record: WorkloadRecord, event: SeatBooked, fx: Effects) -> None:
+    """A booking for something that is over: say again that it is to be released."""
+    fx.events.append(
+        SeatReleaseRequested(
+            tenant=event.tenant,
+            workload=event.workload,
+            incarnation=event.incarnation,
+            assignment=event.assignment,
+            close=True,
+            attempt=record.attempt,
+            why="the workload is over",
+        )
+    )
+    if record.phase is WorkloadPhase.RELEASING and not record.assignment:
+        state.put_workload(msgspec.structs.replace(record, assignment=event.assignment, claim=event.claim))
+        fx.workloads[record.workload] = None
+
+
+def _refused(state: State, event: SeatRefused, now: float, fx: Effects) -> None:
+    record = state.workloads.get(event.workload)
+    if (
+        record is None
+        or record.incarnation != event.incarnation
+        or record.attempt != event.attempt
+        or not alive(record)
+    ):
+        return
+    note_refusals(state, event.workload, list(event.refusals))
+    if event.code == "closed":
+        settle(state, event.workload, now, fx)
+        message = f"the ledger has closed this submission of {short_workload(event.workload)}: submit the job again"
+        fail_workload(state, record, "closed", message, now, fx)
+    elif event.code == "started":
+        settle(state, event.workload, now, fx)  # its own claim was allocated first: the worker is on its way
+    else:
+        if event.code in ("predecessor", "releasing"):
+            record = with_reason(record, Reason.WAITING_FOR_PREDECESSOR, event.message, now)
+            state.put_workload(record)
+        elif not placed(record):
+            reason, message = state.fleet.why(need(record, now), event.message)
+            record = with_reason(record, event.reason or reason, event.message if event.reason else message, now)
+            state.put_workload(record)
+        fx.workloads[record.workload] = None
+        settle(state, event.workload, now, fx)
+
+
+def _released_event(state: State, event: SeatReleased, now: float, fx: Effects) -> None:
+    state.note_released(event.assignment)
+    record = state.workloads.get(event.workload)
+    if record is not None:
+        if ended(record):
+            if record.incarnation == event.incarnation:
+                for key in record.jobs:
+                    end_if_gone(state, key, now, fx)
+        elif record.phase is WorkloadPhase.RELEASING and record.incarnation == event.incarnation:
+            gone(state, record, now, fx)
+        elif record.assignment == event.assignment:
+            seat_lost(state, record, now, fx)
+        elif record.reason is Reason.WAITING_FOR_PREDECESSOR and record.incarnation > event.incarnation:
+            ask(state, record, now, fx)
+    wake_claim(state, event.claim, now, fx)
+
+
+def seat_lost(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
+    """The seat of a workload that should live is gone.
+
+    One that had been placed asks again at once, under a new deadline (W3); one that never was placed waits its turn in
+    the line: its claim was refused or over the host budget.
+    """
+    was_placed = placed(record)
+    timeout_s = state.policy.placement_timeout_s
+    deadline = record.deadline if not was_placed else (now + timeout_s if timeout_s else None)
+    state.note_released(record.assignment)
+    state.ready.pop(record.assignment, None)
+    record = msgspec.structs.replace(
+        record,
+        phase=WorkloadPhase.PENDING,
+        assignment="",
+        claim="",
+        node="",
+        placed_at=None,
+        ready_at=None,
+        deadline=deadline,
+    )
+    state.put_workload(record)
+    fx.workloads[record.workload] = None
+    settle(state, record.workload, now, fx)
+    if was_placed:
+        record = with_reason(record, Reason.RETRYING, "its seat was lost: asking for another", now)
+        state.put_workload(record)
+        ask(state, record, now, fx)
+    else:
+        join_line(state, record, now, fx, cause="its own claim could not be kept: asking again shortly")
+
+
+# --- workers ----------------------------------------------------------------------------------------------------
+
+
+def _worker_event(
+    state: State, event: WorkerUnschedulable | WorkerLaunched | WorkerExited, now: float, fx: Effects
+) -> None:
+    record = state.workloads.get(event.workload)
+    if record is None or not alive(record) or state.was_released(event.assignment):
+        return
+    if record.assignment != event.assignment:
+        state.keep_early(event.assignment, event)
+        return
+    match event:
+        case WorkerUnschedulable():
+            if record.phase is WorkloadPhase.PENDING:
+                join_line(state, record, now, fx, cause=event.cause)
+        case WorkerLaunched():
+            if record.phase is not WorkloadPhase.READY:
+                record = without_reason(record, now)
+                placed_at = now if record.placed_at is None else record.placed_at
+                record = msgspec.structs.replace(
+                    record,
+                    phase=WorkloadPhase.STARTING,
+                    placed_at=placed_at,
+                    node=event.node or record.node,
+                    deadline=None,
+                )
+                state.put_workload(record)
+            fx.workloads[record.workload] = None
+            if state.ready.get(event.assignment):
+                _became_ready(state, record, now, fx)
+        case WorkerExited() if event.will_restart:
+            state.ready[event.assignment] = False
+            record = msgspec.structs.replace(record, phase=WorkloadPhase.STARTING, ready_at=None)
+            state.put_workload(record)
+            fx.workloads[record.workload] = None
+        case WorkerExited():
+            fail_workload(state, record, "worker-failed", _exit_message(state, event), now, fx)
+
+
+def _exit_message(state: State, event: WorkerExited) -> str:
+    log_path = f"{state.policy.logs_directory}/{event.workload}.{event.assignment}.log"
+    why = f": {event.why}" if event.why else ""
+    return f"{short_workload(event.workload)} exited with code {event.exit_code}{why} (its log: {log_path})"
+
+
+# --- what mirrors say -------------------------------------------------------------------------------------------
+
+
+def seat_changed(state: State, workload: str, seat: SeatRecord | None, now: float) -> Effects:
+    """``seat.<workload>``: a releasing workload is gone once its incarnation is closed and the seat is empty (E5)."""
+    fx = Effects()
+    if seat is None:
+        state.seats.pop(workload, None)
+        return fx
+    state.seats[workload] = seat
+    record = state.workloads.get(workload)
+    if record is not None and record.phase is WorkloadPhase.RELEASING and seat_is_over(seat, record):
+        gone(state, record, now, fx)
+    return fx
+
+
+def seat_is_over(seat: SeatRecord, record: WorkloadRecord) -> bool:
+    return seat.state is SeatState.EMPTY and seat.closed >= record.incarnation
+
+
+def claim_changed(state: State, claim: str, record: ClaimRecord | None, now: float) -> Effects:
+    """``claim.<id>``: its founder is placed once it is allocated (L5); room wakes the line (W2)."""
+    fx = Effects()
+    has_more_room = state.fleet.set_claim(claim, record)
+    if record is not None and record.state is ClaimState.ALLOCATED:
+        for workload in sorted(state.on_claim.get(claim, ())):
+            founder = state.workloads[workload]
+            if founder.phase is WorkloadPhase.PENDING and founder.assignment in record.entries:
+                state.put_workload(_as_placed(founder, record.node, now))
+                fx.workloads[workload] = None
+                settle(state, workload, now, fx, booked=claim)
+    if has_more_room:
+        wake_claim(state, claim, now, fx)
+    return fx
+
+
+def node_changed(state: State, node: str, record: NodeRecord | None, now: float) -> Effects:
+    """A node joined or changed: its claims, and those who hold no claim, are looked at again (W2, W4)."""
+    fx = Effects()
+    was_known = state.fleet.known
+    if not state.fleet.set_node(node, record) or not len(state.line):
+        return fx
+    if not was_known:
+        _fail_impossible(state, now, fx)
+    for claim in state.fleet.claims_on(node):
+        wake_claim(state, claim, now, fx)
+    wake_seatless(state, now, fx)
+    return fx
+
+
+def budget_changed(state: State, node: str, budget: NodeBudget | None, now: float) -> Effects:
+    """``node.<node>`` of the ledger: freed host memory may let a waiter onto a claim of that node (P6)."""
+    fx = Effects()
+    if state.fleet.set_budget(node, budget) and len(state.line):
+        for claim in state.fleet.claims_on(node):
+            wake_claim(state, claim, now, fx)
+    return fx
+
+
+def ready_changed(state: State, assignment: str, ready: ReadyRecord | None, now: float) -> Effects:
+    """A worker's own word that it serves, or that it does not (any more)."""
+    fx = Effects()
+    if ready is None:
+        state.ready.pop(assignment, None)
+        return fx
+    state.ready[assignment] = ready.ready
+    record = state.workloads.get(ready.workload)
+    if record is None or record.assignment != assignment or not alive(record):
+        return fx
+    if ready.ready:
+        _became_ready(state, record, now, fx)
+    elif record.phase is WorkloadPhase.READY:
+        state.put_workload(msgspec.structs.replace(record, phase=WorkloadPhase.STARTING, ready_at=None))
+        fx.workloads[record.workload] = None
+    return fx
+
+
+def ready_is_due(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
+    """Take in a ready record that came before its booking was known."""
+    if (
+        alive(record)
+        and record.assignment
+        and record.phase is not WorkloadPhase.READY
+        and state.ready.get(record.assignment)
+    ):
+        _became_ready(state, record, now, fx)
+
+
+def _became_ready(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
+    if record.phase is not WorkloadPhase.READY:
+        placed_at = now if record.placed_at is None else record.placed_at
+        record = msgspec.structs.replace(
+            without_reason(record, now), phase=WorkloadPhase.READY, ready_at=now, placed_at=placed_at, deadline=None
+        )
+        state.put_workload(record)
+    fx.workloads[record.workload] = None
+    job_ready(state, record, now, fx)
+
+
+def _fail_impossible(state: State, now: float, fx: Effects) -> None:
+    """The first node is known: what even it could never hold is told now (W4)."""
+    for group in state.line.groups():
+        if sentence := state.fleet.impossible(group.shape):
+            for workload in state.line.waiting(group.__eq__):
+                message = f"{short_workload(workload)} {sentence}"
+                fail_workload(state, state.workloads[workload], "impossible", message, now, fx)

@@ -1,0 +1,386 @@
+"""What placement knows of the fleet: nodes, claims, host budgets, and the order in which claims are tried.
+
+A view fed by mirrors (so it may lag; the ledger re-checks every rule on its write). Claims that may be joined stand
+in a sorted index per role, so that a decision costs O(log claims), not a scan: ``(device bytes, owners, seats,
+claim id)`` is P4's order, and its range from the needed bytes on is exactly the claims whose device fits.
+
+Invariants: ``_open`` holds exactly the joinable claims with a free seat, ``_full`` those refused by the seat limit
+alone (S5); every claim is in at most one of them; counters equal what a recount would give.
+
+Not here: who waits, who was offered what (``line``), and what to do about it (``core``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+from sortedcontainers import SortedList
+
+from openrl_common.quantities import GIB, format_bytes
+from openrl_common.records import ClaimRecord, ClaimState, NodeBudget, NodeRecord, Reason, Role, Shape, Tier
+from openrl_common.seating import accepts_role, has_room, host_refusal, join_refusal
+
+CANDIDATES_MAX = 16
+TIERS_MAX = 8
+
+ClaimKey = tuple[int, int, int, str]
+_BOTH = (Role.TRAINER, Role.SAMPLER)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a workload asks of a claim. ``avoid``: nodes and claims that failed it (P13)."""
+
+    shape: Shape
+    owner: str
+    avoid: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Nodes that are alike for the question what they could ever hold: one entry per kind, not per node."""
+
+    device_bytes: int
+    num_devices: int
+    roles: tuple[Role, ...]
+    host_bytes: int
+    """Allocatable less what others reserve; 0 = unknown."""
+
+
+class Fleet:
+    """Feed it with ``set_node``, ``set_claim``, ``set_budget``; ask it for candidates, tiers and reasons."""
+
+    def __init__(self, *, limit: int, owner_affinity: bool = True) -> None:
+        self.limit = limit
+        self.owner_affinity = owner_affinity
+        self.nodes: dict[str, NodeRecord] = {}
+        self.claims: dict[str, ClaimRecord] = {}
+        self._host_used: dict[str, int] = {}
+        self._on_node: defaultdict[str, set[str]] = defaultdict(set)
+        self._of_owner: defaultdict[str, set[str]] = defaultdict(set)
+        self._open: dict[Role, SortedList[ClaimKey]] = {role: SortedList() for role in _BOTH}
+        self._full: dict[Role, SortedList[ClaimKey]] = {role: SortedList() for role in _BOTH}
+        self._placed_in: dict[str, tuple[ClaimKey, tuple[SortedList[ClaimKey], ...]]] = {}
+        self._kinds: Counter[Kind] = Counter()
+        self._devices: Counter[int] = Counter()
+        self._devices_claimed: Counter[int] = Counter()
+
+    # --- feeding -----------------------------------------------------------------------------------------------
+
+    def set_node(self, node: str, record: NodeRecord | None) -> bool:
+        """Take in a node record; True when the node may hold more than before (heartbeats alone change nothing)."""
+        before = self.nodes.get(node)
+        if record is None:
+            self.nodes.pop(node, None)
+        else:
+            self.nodes[node] = record
+        if _static(before) == _static(record):
+            return False
+        for known, sign in ((before, -1), (record, +1)):
+            kind = _kind(known)
+            if kind is not None and known is not None:
+                self._kinds[kind] += sign
+                self._kinds += Counter()
+                for device in known.devices:
+                    self._devices[device.memory_bytes] += sign
+        for claim in self._on_node.get(node, ()):
+            self._index(claim)
+        return record is not None and usable(record) == ""
+
+    def set_claim(self, claim: str, record: ClaimRecord | None) -> bool:
+        """Take in a claim; True when it may be joined and has more room than before (wake-ups, W2)."""
+        before = self.claims.get(claim)
+        if record is not None and record.state is ClaimState.GONE:
+            record = None
+        if before is not None:
+            self._count(claim, before, -1)
+        if record is None:
+            self.claims.pop(claim, None)
+            self._unindex(claim)
+            return False
+        self.claims[claim] = record
+        self._count(claim, record, +1)
+        self._index(claim)
+        if record.state is not ClaimState.ALLOCATED:
+            return False
+        return (
+            before is None
+            or before.state is not ClaimState.ALLOCATED
+            or bool(before.entries.keys() - record.entries.keys())
+        )
+
+    def set_budget(self, node: str, budget: NodeBudget | None) -> bool:
+        """Take in a node's host reservations; True when memory was freed."""
+        used = sum(entry.host_bytes for entry in budget.entries.values()) if budget is not None else 0
+        before = self._host_used.get(node, 0)
+        self._host_used[node] = used
+        return used < before
+
+    def _count(self, claim: str, record: ClaimRecord, sign: int) -> None:
+        if record.node:
+            self._devices_claimed[record.device_bytes] += sign * len(record.devices)
+            (self._on_node[record.node].add if sign > 0 else self._on_node[record.node].discard)(claim)
+        for owner in {entry.owner for entry in record.entries.values()}:
+            owned = self._of_owner[owner]
+            (owned.add if sign > 0 else owned.discard)(claim)
+            if not owned:
+                del self._of_owner[owner]
+
+    def _unindex(self, claim: str) -> None:
+        key, lists = self._placed_in.pop(claim, (None, ()))
+        if key is not None:
+            for each in lists:
+                each.remove(key)
+
+    def _index(self, claim: str) -> None:
+        self._unindex(claim)
+        record = self.claims[claim]
+        node = self.nodes.get(record.node)
+        joinable = (
+            record.state is ClaimState.ALLOCATED
+            and node is not None
+            and usable(node) == ""
+            and len(record.devices) == 1
+            and not any(entry.exclusive for entry in record.entries.values())
+        )
+        if not joinable or node is None:
+            return
+        indexes = self._open if has_room(len(record.entries), self.limit) else self._full
+        lists = tuple(indexes[role] for role in (node.roles or _BOTH))
+        key = (record.device_bytes, len({entry.owner for entry in record.entries.values()}), len(record.entries), claim)
+        for each in lists:
+            each.add(key)
+        self._placed_in[claim] = (key, lists)
+
+    # --- joining -----------------------------------------------------------------------------------------------
+
+    def seats_free(self, claim: str) -> int | None:
+        """Seats that the limit still allows on a claim; None = no limit."""
+        record = self.claims.get(claim)
+        if record is None:
+            return 0
+        return None if self.limit == 0 else max(0, self.limit - len(record.entries))
+
+    def refusal(self, claim: str, need: Need, limit: int | None = None) -> str:
+        """P3 in full: "" when the claim would take the workload, else why not, with numbers."""
+        record = self.claims.get(claim)
+        if record is None:
+            return "the claim is gone"
+        node = self.nodes.get(record.node)
+        if record.state is ClaimState.ALLOCATED:
+            if node is None:
+                return f"node {record.node} is unknown"
+            if problem := usable(node):
+                return f"node {node.node} {problem}"
+            if not accepts_role(node, need.shape.role):
+                return f"node {node.node} does not accept the role {need.shape.role}"
+        if claim in need.avoid or record.node in need.avoid:
+            return "it failed this workload lately"
+        if node is not None and (
+            problem := host_refusal(node, self._host_used.get(record.node, 0), need.shape.host_bytes)
+        ):
+            return problem
+        return join_refusal(record, need.shape, self.limit if limit is None else limit)
+
+    def candidates(self, need: Need, *, left_out: Callable[[str], bool] | None = None) -> list[str]:
+        """P4: at most 16 claims that would take the workload, best first. ``left_out``: promised to earlier waiters."""
+        found: list[str] = []
+        for claim in self._in_order(self._open[need.shape.role], need):
+            if self.refusal(claim, need) == "" and not (left_out is not None and left_out(claim)):
+                found.append(claim)
+                if len(found) == CANDIDATES_MAX:
+                    break
+        return found
+
+    def _in_order(self, index: SortedList[ClaimKey], need: Need) -> Iterator[str]:
+        """P4's order over the claims of ``index`` whose device fits: by device size, the owner's own claims first."""
+        if need.shape.exclusive or need.shape.device_count != 1:
+            return
+        own: defaultdict[int, list[ClaimKey]] = defaultdict(list)
+        if self.owner_affinity:
+            for claim in self._of_owner.get(need.owner, ()):
+                key, lists = self._placed_in.get(claim, (None, ()))
+                if key is not None and any(each is index for each in lists):
+                    own[key[0]].append(key)
+        size = -1
+        for key in index.irange(minimum=(need.shape.device_bytes, 0, 0, "")):
+            if key[0] != size:
+                size = key[0]
+                for own_key in sorted(own.get(size, ())):
+                    yield own_key[3]
+            if key not in own.get(size, ()):
+                yield key[3]
+
+    # --- founding ----------------------------------------------------------------------------------------------
+
+    @property
+    def known(self) -> bool:
+        """At least one node that counts (P1): before that nothing is called impossible."""
+        return bool(self._kinds)
+
+    def tiers(self, shape: Shape) -> tuple[Tier, ...]:
+        """P9: every catalogue shape that fits, tightest first, as floors in exact bytes and ceilings in whole GiB.
+
+        The catalogue (P2) is what nodes have, never what is free. Empty: no node that counts could hold it.
+        """
+        sizes = {ceiling_gib(kind.device_bytes) for kind in self._kinds if _holds(kind, shape)}
+        return tuple(
+            Tier(count=shape.device_count, floor_bytes=shape.device_bytes, ceiling_gib=size)
+            for size in sorted(sizes)[:TIERS_MAX]
+        )
+
+    def impossible(self, shape: Shape) -> str:
+        """W4: "" when some node could hold the shape, were it idle; else a sentence with need and largest shape.
+
+        A role that no node accepts is not impossible (``RoleNotAccepted``: labels change), an empty fleet is neither.
+        """
+        if not self._kinds or any(_holds(kind, shape, any_role=True) for kind in self._kinds):
+            return ""
+        count = f"{shape.device_count} devices" if shape.device_count != 1 else "a device"
+        wanted = f"needs {count} of {format_bytes(shape.device_bytes)}"
+        fitting = [
+            k for k in self._kinds if k.device_bytes >= shape.device_bytes and k.num_devices >= shape.device_count
+        ]
+        if not fitting:
+            largest = max(self._kinds, key=lambda kind: (kind.device_bytes, kind.num_devices))
+            shape_name = f"{largest.num_devices} x {format_bytes(largest.device_bytes)}"
+            return f"{wanted}: the largest shape of the fleet is {shape_name} on a node"
+        most = max(kind.host_bytes for kind in fitting)
+        return (
+            f"needs {format_bytes(shape.host_bytes)} of host memory beside {count} of "
+            f"{format_bytes(shape.device_bytes)}: the most that such a node has is {format_bytes(most)}"
+        )
+
+    # --- reasons -----------------------------------------------------------------------------------------------
+
+    def why(self, need: Need, cause: str = "") -> tuple[Reason, str]:
+        """Why a workload that was not seated waits: the first of W4 that holds, and a sentence with numbers.
+
+        Args:
+            cause: what the launcher said of its own claim; used only when nothing more specific holds.
+        """
+        shape = need.shape
+        if sentence := self.impossible(shape):
+            return Reason.IMPOSSIBLE, sentence
+        if not self._kinds:
+            return Reason.WAITING_FOR_DEVICE, "no node has joined the fleet yet"
+        if not self.tiers(shape):
+            return Reason.ROLE_NOT_ACCEPTED, f"no node that could hold it accepts the role {shape.role}"
+        full = self._first_full(need)
+        if full is not None:
+            return Reason.WAITING_FOR_SEAT, (
+                f"every claim that fits has its {self.limit} seats taken (--max-seats-per-claim {self.limit}), "
+                f"and no device of {format_bytes(shape.device_bytes)} is free"
+            )
+        host = self._first_host_refusal(need)
+        if host and not self._device_free(shape):
+            return Reason.WAITING_FOR_HOST_MEMORY, host
+        fitting = sum(count for size, count in self._devices.items() if size >= shape.device_bytes)
+        claimed = sum(count for size, count in self._devices_claimed.items() if size >= shape.device_bytes)
+        if claimed >= fitting:
+            return Reason.WAITING_FOR_DEVICE, (
+                f"all {fitting} devices of at least {format_bytes(shape.device_bytes)} are in use"
+                + (", and it shares none" if shape.exclusive else "")
+            )
+        if "host memory" in cause:
+            return Reason.WAITING_FOR_HOST_MEMORY, cause
+        free = f"{fitting - claimed} of {fitting} devices of at least {format_bytes(shape.device_bytes)} look free"
+        return (Reason.UNSCHEDULABLE, cause) if cause else (Reason.RETRYING, f"{free}: asking again")
+
+    def _device_free(self, shape: Shape) -> bool:
+        fitting = sum(count for size, count in self._devices.items() if size >= shape.device_bytes)
+        claimed = sum(count for size, count in self._devices_claimed.items() if size >= shape.device_bytes)
+        return claimed < fitting
+
+    def _first_full(self, need: Need) -> str | None:
+        """S5: a claim that only the limit refuses."""
+        for claim in self._in_order(self._full[need.shape.role], need):
+            if self.refusal(claim, need, limit=0) == "":
+                return claim
+        return None
+
+    def _first_host_refusal(self, need: Need) -> str:
+        for claim in self._in_order(self._open[need.shape.role], need):
+            refused = self.refusal(claim, need)
+            if "host memory" in refused:
+                return refused
+        return ""
+
+    # --- showing -----------------------------------------------------------------------------------------------
+
+    def claims_on(self, node: str) -> list[str]:
+        return sorted(self._on_node.get(node, ()))
+
+    def host_used_bytes(self, node: str) -> int:
+        return self._host_used.get(node, 0)
+
+    def devices_claimed(self, node: str) -> int:
+        return sum(len(self.claims[claim].devices) for claim in self._on_node.get(node, ()))
+
+    def looked_at(self, need: Need, num_max: int) -> list[str]:
+        """Claims to show in ``explain``: those with room in P4's order, then the full ones, then any other."""
+        shape = need.shape
+        indexed = chain(self._in_order(self._open[shape.role], need), self._in_order(self._full[shape.role], need))
+        found: dict[str, None] = {}
+        for claim in chain(indexed, self.claims):
+            found.setdefault(claim)
+            if len(found) == num_max:
+                break
+        return list(found)
+
+
+def usable(node: NodeRecord) -> str:
+    """P1, P3: "" when the node counts and takes newcomers, else why not."""
+    if node.lost:
+        return "is lost"
+    if node.suspect:
+        return "missed heartbeats"
+    if not node.enabled:
+        return "is not enabled"
+    if not node.complete or not node.devices:
+        return "has no complete inventory"
+    return ""
+
+
+def ceiling_gib(device_bytes: int) -> int:
+    """P2: a shape's name: whole GiB rounded up (22.5 GiB is 23, 79.65 is 80)."""
+    return -(-device_bytes // GIB)
+
+
+def _kind(node: NodeRecord | None) -> Kind | None:
+    """The kind of a node that counts for the catalogue: a suspect or lost one still could hold things later."""
+    if node is None or not node.enabled or not node.complete or not node.devices:
+        return None
+    return Kind(
+        device_bytes=min(device.memory_bytes for device in node.devices),
+        num_devices=len(node.devices),
+        roles=node.roles,
+        host_bytes=max(1, node.host_allocatable_bytes - node.host_reserved_bytes) if node.host_allocatable_bytes else 0,
+    )
+
+
+def _static(node: NodeRecord | None) -> tuple[object, ...] | None:
+    if node is None:
+        return None
+    return (
+        node.devices,
+        node.roles,
+        node.enabled,
+        node.complete,
+        node.suspect,
+        node.lost,
+        node.host_allocatable_bytes,
+        node.host_reserved_bytes,
+    )
+
+
+def _holds(kind: Kind, shape: Shape, *, any_role: bool = False) -> bool:
+    return (
+        kind.device_bytes >= shape.device_bytes
+        and kind.num_devices >= shape.device_count
+        and (any_role or not kind.roles or shape.role in kind.roles)
+        and (kind.host_bytes == 0 or kind.host_bytes >= shape.host_bytes)
+    )

@@ -1,0 +1,263 @@
+"""What clients ask: a job submitted, finished, cancelled (01, P12, W4).
+
+A submission is answered once and for all: admitted (its workloads exist and have asked for seats) or failed with a
+code. The same submission again is answered with the same events; an older one than the job of that name changes
+nothing.
+
+Codes of JobFailed here: ``bad-name``, ``bad-spec``, ``model-unreadable``, ``duplicate-name``, ``impossible``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from openrl_common.errors import Rejected
+from openrl_common.events import JobAdmitted, JobCancelled, JobFailed, JobFinished, JobSubmitted
+from openrl_common.names import SHARED, check_job, check_tenant, workload_id
+from openrl_common.records import JobKind, JobPhase, JobRecord, JobSpec, Role, Shape, WorkloadPhase, WorkloadRecord
+from openrl_placement.endings import close_job, end_if_gone, failed_event, job_ready
+from openrl_placement.estimator import Constants, Model, check_length, check_spec, estimate, max_rank
+from openrl_placement.state import Effects, RuntimeKey, State, job_key
+from openrl_placement.waiting import ask, repeat_request
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A JobSubmitted with what the shell knows beside it. ``sequence`` is its place in the stream: the incarnation."""
+
+    event: JobSubmitted
+    sequence: int
+    published_at: float
+
+
+def wants_model(state: State, submission: Submission) -> bool:
+    """Does the decision need the model's sizes? False: it is already answered, stale, or refused without them."""
+    event = submission.event
+    record = state.jobs.get(f"{event.tenant}.{event.job}")
+    if (
+        record is not None
+        and record.submission != event.submission
+        and (not record.phase.ended or record.incarnation > submission.sequence)
+    ):
+        return False
+    if record is not None and record.submission == event.submission and _complete(state, record):
+        return False
+    try:
+        _check(event)
+    except Rejected:
+        return False
+    return True
+
+
+def submitted(
+    state: State, submission: Submission, model: Model | Rejected | None, constants: Constants, now: float
+) -> Effects:
+    """Decide about a submission. ``model``: what the estimator read, or why it could not; None when not wanted."""
+    fx = Effects()
+    event = submission.event
+    record = state.jobs.get(f"{event.tenant}.{event.job}")
+    if record is not None and record.submission == event.submission:
+        if _complete(state, record):
+            _answer_again(state, record, now, fx)
+            return fx
+    elif record is not None and record.incarnation > submission.sequence:
+        return fx
+    elif record is not None and not record.phase.ended:
+        what = "is still finishing: submit again in a moment" if record.phase is JobPhase.FINISHING else "is running"
+        fx.events.append(_refusal(event, "duplicate-name", f"job {event.job!r} {what}; a name is used once at a time"))
+        return fx
+    try:
+        _check(event)
+        if isinstance(model, Rejected):
+            raise model
+        assert model is not None, "wants_model said that no model is needed"
+        check_length(event.spec, model)
+        shapes = {role: estimate(event.spec, role, model, constants) for role in Role}
+        for role, (shape, _) in shapes.items():
+            if sentence := state.fleet.impossible(shape):
+                raise Rejected(f"the {role} of job {event.job!r} {sentence}", code="impossible")
+    except Rejected as error:
+        _refuse(state, submission, error, now, fx)
+        return fx
+    _admit(state, submission, shapes, now, fx)
+    early = state.take_cancel(event.submission)
+    if isinstance(early, JobCancelled | JobFinished):
+        fx.add(closed(state, early, now))
+    return fx
+
+
+def closed(state: State, event: JobFinished | JobCancelled, now: float) -> Effects:
+    """JobFinished or JobCancelled. Of an unknown or ended job: nothing changes (its end is said again)."""
+    fx = Effects()
+    job = state.jobs.get(f"{event.tenant}.{event.job}")
+    if job is None or job.submission != event.submission:
+        state.keep_cancel(event.submission, event)
+        return fx
+    if job.phase.ended:
+        end_if_gone(state, job_key(job), now, fx)
+        return fx
+    cancelled = isinstance(event, JobCancelled)
+    why = event.why if isinstance(event, JobCancelled) else ""
+    close_job(state, job, JobPhase.CANCELLED if cancelled else JobPhase.FINISHED, now, fx, why=why)
+    return fx
+
+
+def _check(event: JobSubmitted) -> None:
+    check_tenant(event.tenant)
+    check_job(event.job)
+    if event.spec.name != event.job:
+        raise Rejected(
+            f"spec.name {event.spec.name!r} is not the job's name {event.job!r}: use one name", code="bad-spec"
+        )
+    check_spec(event.spec)
+
+
+def _complete(state: State, record: JobRecord) -> bool:
+    """Was this submission decided in full? (A crash between two writes leaves a job without its workloads.)"""
+    return record.phase is not JobPhase.ADMITTED or len(state.pair(record)) == 2
+
+
+def _answer_again(state: State, record: JobRecord, now: float, fx: Effects) -> None:
+    """The same submission once more: the same answer, under the same ids (E6)."""
+    if record.outcome is JobPhase.FAILED or record.phase is JobPhase.FAILED:
+        fx.events.append(failed_event(record))
+    if not record.trainer or record.phase.ended:
+        return
+    fx.events.append(_admitted(record))
+    for workload in state.pair(record):
+        if workload.phase is WorkloadPhase.SUBMITTED and workload.attempt > 0:
+            repeat_request(state, workload, now, fx)
+
+
+def _refuse(state: State, submission: Submission, error: Rejected, now: float, fx: Effects) -> None:
+    event = submission.event
+    fx.events.append(_refusal(event, error.code, str(error)))
+    if error.code == "bad-name":
+        return
+    record = JobRecord(
+        tenant=event.tenant,
+        job=event.job,
+        submission=event.submission,
+        incarnation=submission.sequence,
+        spec=event.spec,
+        phase=JobPhase.FAILED,
+        runtime_tenant="",
+        runtime="",
+        trainer="",
+        sampler="",
+        submitted_at=submission.published_at,
+        reason=error.code,
+        message=str(error),
+        outcome=JobPhase.FAILED,
+        ended_at=now,
+    )
+    state.put_job(record)
+    fx.jobs[job_key(record)] = None
+
+
+def _refusal(event: JobSubmitted, code: str, message: str) -> JobFailed:
+    return JobFailed(tenant=event.tenant, job=event.job, submission=event.submission, code=code, message=message)
+
+
+def _admitted(record: JobRecord) -> JobAdmitted:
+    return JobAdmitted(
+        tenant=record.tenant,
+        job=record.job,
+        submission=record.submission,
+        incarnation=record.incarnation,
+        workloads=(record.trainer, record.sampler),
+    )
+
+
+Estimates = dict[Role, tuple[Shape, dict[str, float]]]
+
+
+def _admit(state: State, submission: Submission, shapes: Estimates, now: float, fx: Effects) -> None:
+    event = submission.event
+    spec = event.spec
+    key = f"{event.tenant}.{event.job}"
+    if spec.kind is JobKind.FFT:
+        tenant, runtime, fresh = event.tenant, event.job, True
+    else:
+        tenant, runtime, fresh = _choose_runtime(state, spec, shapes, key)
+    record = JobRecord(
+        tenant=event.tenant,
+        job=event.job,
+        submission=event.submission,
+        incarnation=submission.sequence,
+        spec=spec,
+        phase=JobPhase.ADMITTED,
+        runtime_tenant=tenant,
+        runtime=runtime,
+        trainer=workload_id(tenant, runtime, Role.TRAINER),
+        sampler=workload_id(tenant, runtime, Role.SAMPLER),
+        submitted_at=submission.published_at,
+    )
+    state.put_job(record)
+    fx.jobs[key] = None
+    fx.events.append(_admitted(record))
+    if fresh:
+        workloads = [_workload(state, submission, tenant, runtime, role, *shapes[role]) for role in Role]
+        for workload in workloads:
+            state.put_workload(workload)
+            fx.workloads[workload.workload] = None
+        for workload in workloads:
+            ask(state, state.workloads[workload.workload], now, fx)
+        return
+    for workload in state.pair(record):
+        if key not in workload.jobs:
+            state.put_workload(msgspec.structs.replace(workload, jobs=(*workload.jobs, key), idle_since=None))
+        fx.workloads[workload.workload] = None
+    job_ready(state, state.workloads[record.trainer], now, fx)
+
+
+def _choose_runtime(state: State, spec: JobSpec, shapes: Estimates, key: str) -> tuple[str, str, bool]:
+    """P12: tenant, id and newness of the LoRA runtime that serves this job."""
+    runtime_key = RuntimeKey(
+        base_model=spec.base_model,
+        max_rank=max_rank(spec),
+        dtype=spec.dtype,
+        engine=spec.engine,
+        max_model_len=spec.max_model_len,
+        trainer=shapes[Role.TRAINER][0],
+        sampler=shapes[Role.SAMPLER][0],
+    )
+    found = state.runtime_with_room(runtime_key, key)
+    return SHARED, found or state.new_runtime(runtime_key), found is None
+
+
+def _workload(
+    state: State,
+    submission: Submission,
+    tenant: str,
+    runtime: str,
+    role: Role,
+    shape: Shape,
+    figures: dict[str, float],
+) -> WorkloadRecord:
+    event = submission.event
+    spec = event.spec
+    timeout_s = state.policy.placement_timeout_s
+    return WorkloadRecord(
+        workload=workload_id(tenant, runtime, role),
+        tenant=tenant,
+        owner=f"{tenant}/{runtime}" if spec.kind is JobKind.FFT else runtime,
+        owner_name=runtime,
+        kind=spec.kind,
+        jobs=(f"{event.tenant}.{event.job}",),
+        incarnation=submission.sequence,
+        shape=shape,
+        base_model=spec.base_model,
+        phase=WorkloadPhase.SUBMITTED,
+        submitted_at=submission.published_at,
+        dtype=spec.dtype,
+        engine=spec.engine,
+        seed=spec.seed,
+        max_rank=max_rank(spec),
+        max_model_len=spec.max_model_len,
+        priority=spec.priority,
+        deadline=submission.published_at + timeout_s if timeout_s else None,
+        estimate=figures,
+    )

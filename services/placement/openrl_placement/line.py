@@ -1,0 +1,117 @@
+"""The waiting line (W1): priority descending, then the stream sequence of JobSubmitted; and what was promised to whom.
+
+Waiters are grouped by what they need, because a freed seat fits all of a group or none of it: a wake-up merges the
+heads of the few groups that fit instead of walking thousands of waiters. A claim offered to a waiter is promised to
+it until that waiter is settled, so that nothing an earlier waiter could use goes to a later one.
+
+Invariants: a workload stands in the line at most once; promises exist only for workloads with a request under way, and
+``promised(claim)`` equals the number of workloads that hold one.
+
+Not here: who waits and why (the records), whether something fits (``fleet``).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from sortedcontainers import SortedList
+
+from openrl_common.records import Shape
+
+Place = tuple[int, int, str]
+"""``(-priority, incarnation, workload)``: ascending is the line's order."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Waiters that anything freed fits alike. ``seatless``: they hold no claim of their own, not even a pending one."""
+
+    shape: Shape
+    seatless: bool
+
+
+class Line:
+    """Who waits, in order; who has a request under way, and which claims it was promised."""
+
+    def __init__(self) -> None:
+        self._all: SortedList[Place] = SortedList()
+        self._groups: dict[Group, SortedList[Place]] = {}
+        self._where: dict[str, tuple[Place, Group]] = {}
+        self._promises: dict[str, tuple[str, ...]] = {}
+        self._promised: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __contains__(self, workload: str) -> bool:
+        return workload in self._where
+
+    def put(self, workload: str, place: Place, group: Group) -> None:
+        """Stand in the line, or move when place or group changed."""
+        if self._where.get(workload) == (place, group):
+            return
+        self.leave(workload)
+        self._where[workload] = (place, group)
+        self._all.add(place)
+        self._groups.setdefault(group, SortedList()).add(place)
+
+    def leave(self, workload: str) -> None:
+        """Leave the line; a promise stays until it is settled."""
+        place, group = self._where.pop(workload, (None, None))
+        if place is None or group is None:
+            return
+        self._all.remove(place)
+        members = self._groups[group]
+        members.remove(place)
+        if not members:
+            del self._groups[group]
+
+    def position(self, workload: str) -> int | None:
+        """Place in the line, from 1; None = not waiting."""
+        place, _ = self._where.get(workload, (None, None))
+        return None if place is None else int(self._all.bisect_left(place)) + 1
+
+    def groups(self) -> list[Group]:
+        return list(self._groups)
+
+    def waiting(self, fits: Callable[[Group], bool] | None = None) -> Iterator[str]:
+        """Waiters of the groups that fit, first in line first. The line may be changed while this is read."""
+        chosen = [_walk(members) for group, members in self._groups.items() if fits is None or fits(group)]
+        for place in heapq.merge(*chosen):
+            if place[2] in self._where:
+                yield place[2]
+
+    # --- requests under way ------------------------------------------------------------------------------------
+
+    def promise(self, workload: str, claims: tuple[str, ...]) -> None:
+        """A request with these candidates is under way."""
+        self.settle(workload)
+        self._promises[workload] = claims
+        self._promised.update(claims)
+
+    def busy(self, workload: str) -> bool:
+        return workload in self._promises
+
+    def settle(self, workload: str) -> tuple[str, ...]:
+        """The request was answered: give back what was promised."""
+        claims = self._promises.pop(workload, ())
+        for claim in claims:
+            self._promised[claim] -= 1
+            if self._promised[claim] <= 0:
+                del self._promised[claim]
+        return claims
+
+    def promised(self, claim: str) -> int:
+        return self._promised[claim]
+
+
+def _walk(members: SortedList[Place]) -> Iterator[Place]:
+    """Every member in order, also when members come and go meanwhile; O(log n) a step."""
+    index = 0
+    while index < len(members):
+        place = members[index]
+        yield place
+        index = members.bisect_right(place)

@@ -1,0 +1,146 @@
+"""What happens by time alone: deadlines (W3), idle LoRA runtimes (P12), forgetting, and the pass that repairs (E5).
+
+``tick`` is cheap and runs every second: sorted indexes say what is due. ``rederive`` compares every living workload
+with the ledger's seats and the workers' ready records, and repairs what an event failed to deliver; it runs every
+ten seconds.
+
+Invariants: a mismatch is acted on only when it was seen twice in a row, because mirrors lag and events are under way.
+"""
+
+from __future__ import annotations
+
+from openrl_common.names import short_workload
+from openrl_common.quantities import format_seconds
+from openrl_common.records import ClaimState, Reason, SeatState, WorkloadPhase, WorkloadRecord
+from openrl_placement.core import booked, claim_changed, ready_is_due, seat_is_over, seat_lost
+from openrl_placement.endings import fail_workload, gone, release, runtime_idle
+from openrl_placement.state import Effects, State, alive, placed, waits
+from openrl_placement.waiting import join_line, repeat_request, wake_seatless
+
+UNANSWERED_S = 10.0
+"""A request, or a pending claim, that nobody has answered for this long is looked at again."""
+_REASONS_MAX = 256
+
+
+def tick(state: State, now: float) -> Effects:
+    """Do what is due by now."""
+    fx = Effects()
+    while state.deadlines and state.deadlines[0][0] <= now:
+        _, workload = state.deadlines[0]
+        _deadline_passed(state, state.workloads[workload], now, fx)
+    while state.idle and state.idle[0][0] + state.policy.lora_idle_s <= now:
+        _, workload = state.idle[0]
+        runtime_idle(state, state.workloads[workload], now, fx)
+    while state.ended and state.ended[0][0] + state.policy.keep_ended_s <= now:
+        _, key = state.ended[0]
+        _forget(state, key, fx)
+    return fx
+
+
+def _deadline_passed(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
+    """W3: state is read once more, an allocation wins; otherwise the workload fails with its last reason."""
+    claim = state.fleet.claims.get(record.claim)
+    if claim is not None and claim.state is ClaimState.ALLOCATED and record.assignment in claim.entries:
+        fx.add(claim_changed(state, record.claim, claim, now))
+        if placed(state.workloads[record.workload]):
+            return
+    timeout = format_seconds(state.policy.placement_timeout_s)
+    last = f": {record.reason}, {record.message}" if record.reason is not None else ""
+    message = f"{short_workload(record.workload)} was not placed within {timeout} (--placement-timeout){last}"
+    fail_workload(state, record, "placement-timeout", message, now, fx)
+
+
+def _forget(state: State, key: str, fx: Effects) -> None:
+    job = state.jobs[key]
+    for record in state.pair(job):
+        if not alive(record) and record.phase is not WorkloadPhase.RELEASING and record.incarnation <= job.incarnation:
+            state.forget_workload(record.workload)
+            fx.workloads[record.workload] = None
+    state.forget_job(key)
+    fx.jobs[key] = None
+
+
+class Pass:
+    """The repairing pass. It remembers what it saw last time, nothing else."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, object] = {}
+
+    def rederive(self, state: State, now: float) -> Effects:
+        fx = Effects()
+        seen: dict[str, object] = {}
+        for workload in list(state.living):
+            record = state.workloads.get(workload)
+            if record is not None:
+                mismatch = _mismatch(state, record)
+                if mismatch is not None:
+                    seen[workload] = mismatch
+                    if self._seen.get(workload) == mismatch:
+                        _repair(state, record, now, fx)
+                        seen.pop(workload)
+                        continue
+                _look_again(state, record, now, fx)
+        self._seen = seen
+        _refresh_reasons(state, now, fx)
+        wake_seatless(state, now, fx)
+        return fx
+
+
+def _mismatch(state: State, record: WorkloadRecord) -> object | None:
+    """What the ledger's seat says that the record does not."""
+    seat = state.seats.get(record.workload)
+    held = seat is not None and seat.state is SeatState.HELD and seat.incarnation == record.incarnation
+    if alive(record) and held and seat is not None and seat.assignment != record.assignment:
+        return ("booked", seat.assignment)
+    empty = seat is None or seat.state is SeatState.EMPTY or seat.incarnation != record.incarnation
+    if alive(record) and record.assignment and empty:
+        return ("lost", record.assignment)
+    return None
+
+
+def _repair(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
+    seat = state.seats.get(record.workload)
+    if seat is not None and seat.state is SeatState.HELD and seat.incarnation == record.incarnation:
+        booked(state, record, seat.assignment, seat.claim, now, fx)
+    else:
+        seat_lost(state, record, now, fx)
+
+
+def _look_again(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
+    """Things that are true in the buckets and that an event should have said."""
+    seat = state.seats.get(record.workload)
+    if record.phase is WorkloadPhase.RELEASING:
+        if seat is not None and seat_is_over(seat, record):
+            gone(state, record, now, fx)
+        else:
+            release(state, record, now, fx, why=record.message)
+        return
+    claim = state.fleet.claims.get(record.claim)
+    if record.phase is WorkloadPhase.PENDING and claim is not None and claim.state is ClaimState.ALLOCATED:
+        fx.add(claim_changed(state, record.claim, claim, now))
+    ready_is_due(state, state.workloads[record.workload], now, fx)
+    asked_at = state.requested_at.get(record.workload)
+    if asked_at is None and record.phase is WorkloadPhase.SUBMITTED:
+        state.requested_at[record.workload] = now  # after a restart: give the answer its time
+    elif asked_at is not None and now - asked_at >= UNANSWERED_S and record.attempt > 0:
+        _unanswered(state, record, now, fx)
+    elif record.phase is WorkloadPhase.PENDING and not waits(record) and now - record.submitted_at >= UNANSWERED_S:
+        join_line(state, record, now, fx, cause="no launcher has said anything about its claim yet")
+
+
+def _unanswered(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
+    if record.phase in (WorkloadPhase.SUBMITTED, WorkloadPhase.PENDING):
+        repeat_request(state, record, now, fx)
+    else:
+        state.requested_at.pop(record.workload, None)
+
+
+def _refresh_reasons(state: State, now: float, fx: Effects) -> None:
+    """Reasons change without an event that says so (another job took the last seat): the first in line are told."""
+    for count, workload in enumerate(state.line.waiting()):
+        if count == _REASONS_MAX:
+            return
+        record = state.workloads[workload]
+        if not state.line.busy(workload) and record.assignment:
+            told = record.reason in (Reason.UNSCHEDULABLE, Reason.WAITING_FOR_HOST_MEMORY)
+            join_line(state, record, now, fx, cause=record.message if told else "")

@@ -1,0 +1,170 @@
+"""Asking for seats: the first request, wake-ups of the line, moves to a freed seat (P8, P11, W1, W2, F1, S4).
+
+One rule for everything that frees room: ``wake_claim`` offers a claim to the first waiters in line that fit it, as
+many as it has room for. A workload that joins the line wakes the claims that would take it, so it cannot get ahead
+of an earlier one.
+
+Not here: why a workload waits (``fleet.why``), ends and failures (``endings``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from openrl_common.events import SeatRequested
+from openrl_common.records import ClaimState, WorkloadPhase, WorkloadRecord
+from openrl_placement.fleet import CANDIDATES_MAX, Need
+from openrl_placement.line import Group
+from openrl_placement.state import Effects, Signature, State, alive, need, order, waits, with_reason
+
+PROMISES_MAX = 16
+"""Requests under way for one claim that has no seat limit."""
+SEATLESS_MAX = 64
+"""Waiters without any claim that one wake-up asks for."""
+
+
+def ask(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
+    """Send a workload's request: the first, or a renewed one of a waiter that holds no claim at all.
+
+    ``binpack`` names every candidate and may found; ``spread`` founds first and shares only from the line (P8). When
+    nothing in the fleet could take it now or be founded for it, it joins the line instead.
+    """
+    wanted = need(record, now)
+    tiers = state.fleet.tiers(record.shape)
+    candidates: list[str] = []
+    if state.policy.strategy == "binpack" or not tiers or waits(record):
+        candidates = state.fleet.candidates(wanted, left_out=_promised_away(state))
+    if candidates or tiers:
+        _request(state, record, tuple(candidates), now, fx)
+    else:
+        join_line(state, record, now, fx)
+
+
+def join_line(state: State, record: WorkloadRecord, now: float, fx: Effects, *, cause: str = "") -> None:
+    """Put a workload in the line with its reason, or bring the reason of one that stands there up to date (W4, W5)."""
+    wanted = need(record, now)
+    reason, message = state.fleet.why(wanted, cause)
+    if record.reason is not reason or record.message != message or not waits(record):
+        record = with_reason(record, reason, message, now)
+        state.put_workload(record)
+        fx.workloads[record.workload] = None
+    for claim in state.fleet.candidates(wanted):
+        if state.line.busy(record.workload):
+            break
+        wake_claim(state, claim, now, fx)
+
+
+def wake_claim(state: State, claim: str, now: float, fx: Effects) -> None:
+    """Offer the room of a claim to the first in line that it fits, never to a later one before them."""
+    record = state.fleet.claims.get(claim)
+    if record is None or record.state is not ClaimState.ALLOCATED or not len(state.line):
+        return
+    free = state.fleet.seats_free(claim)
+    room = PROMISES_MAX if free is None else free
+    looks = signature(state, claim)
+
+    def fits(group: Group) -> bool:
+        return state.fleet.refusal(claim, Need(group.shape, "")) == ""
+
+    for workload in state.line.waiting(fits):
+        if state.line.promised(claim) >= room:
+            return
+        if state.line.busy(workload) or state.refused_at.get(workload, {}).get(claim) == looks:
+            continue
+        waiter = state.workloads[workload]
+        wanted = need(waiter, now)
+        if state.fleet.refusal(claim, wanted):
+            continue
+        candidates = [
+            each
+            for each in state.fleet.candidates(wanted, left_out=_promised_away(state))
+            if state.refused_at.get(workload, {}).get(each) != signature(state, each)
+        ]
+        if claim not in candidates:
+            candidates = [*candidates[: CANDIDATES_MAX - 1], claim]
+        _request(state, waiter, tuple(candidates), now, fx)
+
+
+def wake_seatless(state: State, now: float, fx: Effects) -> None:
+    """Ask again for the first waiters that hold no claim: a node joined, a device came free, or time has passed."""
+    asked = 0
+    for workload in state.line.waiting(lambda group: group.seatless and bool(state.fleet.tiers(group.shape))):
+        if state.line.busy(workload):
+            continue
+        ask(state, state.workloads[workload], now, fx)
+        asked += 1
+        if asked == SEATLESS_MAX:
+            return
+
+
+def settle(state: State, workload: str, now: float, fx: Effects, *, booked: str = "") -> None:
+    """A request was answered: what it had been promised goes to the next in line.
+
+    The claim that took it is left alone while a seat limit counts: its next change in the ledger wakes the line.
+    """
+    state.requested_at.pop(workload, None)
+    for claim in state.line.settle(workload):
+        if claim != booked or state.fleet.limit == 0:
+            wake_claim(state, claim, now, fx)
+
+
+def note_refusals(state: State, workload: str, claims: list[str]) -> None:
+    """These claims said no: not offered to this workload again before they look different."""
+    for claim in claims:
+        state.refused_at[workload][claim] = signature(state, claim)
+
+
+def signature(state: State, claim: str) -> Signature:
+    record = state.fleet.claims.get(claim)
+    if record is None:
+        return frozenset(), 0
+    return frozenset(record.entries), state.fleet.host_used_bytes(record.node)
+
+
+def _request(state: State, record: WorkloadRecord, candidates: tuple[str, ...], now: float, fx: Effects) -> None:
+    """One SeatRequested (P11). A waiter on its own pending claim asks to move from it and founds no other (L5)."""
+    assert alive(record)
+    moving = waits(record) and record.assignment != ""
+    tiers = () if moving else state.fleet.tiers(record.shape)
+    record = msgspec.structs.replace(record, attempt=record.attempt + 1)
+    state.put_workload(record)
+    state.requested_at[record.workload] = now
+    if record.workload in state.line:
+        state.line.promise(record.workload, candidates)
+    fx.workloads[record.workload] = None
+    fx.events.append(
+        SeatRequested(
+            tenant=record.tenant,
+            workload=record.workload,
+            incarnation=record.incarnation,
+            attempt=record.attempt,
+            owner=record.owner,
+            shape=record.shape,
+            candidates=candidates,
+            may_found=bool(tiers),
+            tiers=tiers,
+            order=order(record),
+            move_from=record.assignment if moving else "",
+        )
+    )
+
+
+def repeat_request(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
+    """No answer for long: the same request again, under the same id; the ledger adopts what it booked meanwhile."""
+    assert record.phase in (WorkloadPhase.SUBMITTED, WorkloadPhase.PENDING)
+    record = msgspec.structs.replace(record, attempt=record.attempt - 1)
+    state.put_workload(record)
+    wanted = need(record, now)
+    _request(state, record, tuple(state.fleet.candidates(wanted, left_out=_promised_away(state))), now, fx)
+
+
+def _promised_away(state: State) -> Callable[[str], bool]:
+    """Claims whose free seats are all promised to waiters with a request under way (W1)."""
+
+    def left_out(claim: str) -> bool:
+        free = state.fleet.seats_free(claim)
+        return free is not None and state.line.promised(claim) >= free
+
+    return left_out
