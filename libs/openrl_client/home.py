@@ -1,0 +1,132 @@
+"""A home directory of one system: who holds it, what runs there, what is written down about it.
+
+``up.lock`` is held for as long as a system runs (the kernel releases it when the holder dies), ``up.json`` says where
+that system answers. Ending what a killed holder left behind is here too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import psutil
+
+from openrl_client import processes
+from openrl_common import nats_server
+from openrl_common.errors import Rejected
+
+WORKERS_GRACE_S = 25.0
+SERVICE_GRACE_S = 12.0
+_LOG_BYTES_MAX = 16 * 1024 * 1024
+
+Progress = Callable[[str], None]
+
+
+class UpInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """``<home>/up.json``: where the running system answers. ``pids`` has ``nats`` and every service."""
+
+    pid: int
+    pid_started: float
+    started: float
+    nats_url: str
+    node: str
+    health_ports: dict[str, int]
+    pids: dict[str, int]
+
+
+def read_up(home: Path) -> UpInfo | None:
+    """The system that runs on ``home``, or last ran there if it was killed; None when there is none."""
+    try:
+        return msgspec.json.decode((real_home(home) / "up.json").read_bytes(), type=UpInfo)
+    except (OSError, msgspec.DecodeError, msgspec.ValidationError):
+        return None
+
+
+def real_home(home: Path) -> Path:
+    return Path(os.path.realpath(Path(home).expanduser()))
+
+
+def make_directories(home: Path) -> None:
+    try:
+        for directory in (home, home / "logs", home / "state", home / "weights"):
+            directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Rejected(
+            f"home {home} cannot be written: {error.strerror}; choose another --home", code="home-unwritable"
+        ) from error
+
+
+def lock_home(home: Path) -> IO[str]:
+    """Take the home for this process. Raises Rejected, naming who has it."""
+    make_directories(home)
+    try:
+        lock = (home / "up.lock").open("a+")
+    except OSError as error:
+        raise Rejected(f"home {home} cannot be written: {error.strerror}", code="home-unwritable") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        pid = lock.read().strip() or "unknown"
+        lock.close()
+        raise Rejected(
+            f"home {home} is in use by pid {pid}: stop it with `openrl down --home {home}` or choose another --home",
+            code="home-in-use",
+        ) from None
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return lock
+
+
+def is_locked(home: Path) -> bool:
+    try:
+        with (home / "up.lock").open("r") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def running_supervisor(info: UpInfo | None) -> psutil.Process | None:
+    if info is None:
+        return None
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(info.pid)
+        if abs(process.create_time() - info.pid_started) < 2.0:
+            return process
+    return None
+
+
+def end_leftovers(home: Path, *, progress: Progress = lambda line: None) -> None:
+    """End what a killed supervisor left on this home: services first, so that nobody starts workers again."""
+    left = processes.services_of(home)
+    workers = processes.workers_of(home)
+    if left or workers:
+        progress(f"ending {len(left)} services and {len(workers)} workers that were left on {home}")
+    processes.end(left, grace_s=SERVICE_GRACE_S)
+    processes.end(processes.workers_of(home), grace_s=WORKERS_GRACE_S)
+    nats_server.stop_running(home / "nats")
+
+
+def rotate(log: Path) -> None:
+    with contextlib.suppress(OSError):
+        if log.stat().st_size > _LOG_BYTES_MAX:
+            log.replace(log.with_suffix(".log.1"))
+
+
+def last_line(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 4096))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        lines = []
+    return f"{lines[-1]} (see {log})" if lines else f"see {log}"
