@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
@@ -18,6 +18,9 @@ from openrl_client.errors import Rejected
 from openrl_common.names import DEFAULT_TENANT
 from openrl_common.quantities import format_seconds
 from openrl_common.settings import HOME, SECONDS, NatsUrl, setting, settings
+
+if TYPE_CHECKING:
+    from openrl_client.connection import Client
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -39,7 +42,7 @@ class Where:
     home: Path
     tenant: str
 
-    def connect(self) -> Any:
+    def connect(self) -> contextlib.AbstractAsyncContextManager[Client]:
         from openrl_client.connection import connect
 
         return connect(self.nats_url, self.tenant, home=self.home)

@@ -32,9 +32,7 @@ async def _explain(where: Where, workload: str) -> ExplainAnswer:
     from openrl_common.queries import ExplainAnswer, ExplainQuery
 
     async with where.connect() as client:
-        return await client.query(  # type: ignore[no-any-return]
-            "explain", ExplainQuery(workload=workload, tenant=where.tenant), ExplainAnswer
-        )
+        return await client.query("explain", ExplainQuery(workload=workload, tenant=where.tenant), ExplainAnswer)
 
 
 def explanation(answer: ExplainAnswer, now: float) -> str:
