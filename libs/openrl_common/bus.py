@@ -137,6 +137,8 @@ class Bus:
             log.debug("nats error: %r", error)
 
         async def on_disconnect() -> None:
+            if holder and holder[0].stopping.is_set():
+                return  # closing: nothing is lost
             log.warning("nats connection lost, reconnecting url=%s", url)
 
         connection = nats.NATS()  # type: ignore[attr-defined]
@@ -398,7 +400,9 @@ class Bus:
                 ack_policy=api.AckPolicy.EXPLICIT,
                 ack_wait=ack_wait_s,
                 max_deliver=-1,  # the limit is kept here, where the error class is known
-                max_ack_pending=max(4 * concurrency, 256) if concurrency > 1 else 1,
+                # Never 1, also where one is handled at a time: an ack that a server restart swallowed would then hold
+                # up every later message until its redelivery. The order comes from pulling one at a time.
+                max_ack_pending=max(4 * concurrency, 256),
                 deliver_policy=api.DeliverPolicy.NEW if from_now else api.DeliverPolicy.ALL,
             )
             try:
