@@ -1,4 +1,4 @@
-"""A world for the ledger's rules: tables in memory, handlers that advance one step at a time, invariants on every write.
+"""A world for the ledger's rules: tables in memory, handlers that take one step at a time, invariants on every write.
 
 What it can do to a handler is what really happens: stall it anywhere, kill it between any two steps (its event is then
 delivered again), let a write land while its answer is lost and another writer overwrites it.
