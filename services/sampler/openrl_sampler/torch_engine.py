@@ -25,11 +25,12 @@ from openrl_common.weights import WeightsManifest, read_manifest
 from openrl_common.wire import ErrorInfo, Sequence
 from openrl_sampler.engine import Applied, GenerateCall, Generated
 from openrl_sampler.stopping import StopRule
+from openrl_sampler.torch_adapters import Adapters
 from openrl_sampler.torch_batch import Block, Forward, prefill
 from openrl_sampler.torch_model import ResidentModel, TorchOptions
 from openrl_sampler.torch_rows import Batch, Call, Pending, Row, generated, without_score_only
 from openrl_sampler.torch_sampling import Draws, Settings, choose
-from openrl_sampler.torch_weights import Adapters, Meter, check_manifest, plan_full, write_full
+from openrl_sampler.torch_weights import Meter, check_manifest, plan_full, write_full
 
 
 class TorchEngine:
@@ -66,9 +67,9 @@ class TorchEngine:
         if call.params.stop:
             try:
                 self._resident.tokenizer()
-            except Exception as error:
+            except Rejected as error:
                 raise Rejected(
-                    f"stop strings need a tokenizer, {self._options.model_path} has none that loads: use ids",
+                    f"stop strings need a tokenizer: {error}; use stop_token_ids",
                     code="bad-params",
                 ) from error
         longest = max(len(prompt) for prompt in call.prompts) + call.params.max_tokens

@@ -20,6 +20,7 @@ _KV_SHARE = 0.8
 _LAYERS_SERVED = {"full_attention", "sliding_attention"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NO_LIMIT = 2**62
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,18 +59,29 @@ class ResidentModel:
             eos = getattr(holder, "eos_token_id", None)
             if eos is not None:
                 return frozenset([eos] if isinstance(eos, int) else eos)
-        if not (self._path / "tokenizer_config.json").is_file():
+        if not self._has_tokenizer():
             return frozenset()
         eos = self.tokenizer().eos_token_id
         return frozenset() if eos is None else frozenset([eos])
 
     def tokenizer(self) -> Any:
-        """Raises whatever transformers raises when the directory has no usable tokenizer."""
+        """Raises Rejected when the directory has no usable tokenizer."""
+        if self._tokenizer is None and not self._has_tokenizer():
+            raise Rejected(f"{self._path} has no tokenizer", code="no-tokenizer")
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self._path, local_files_only=True)
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(self._path, local_files_only=True)
+            except Exception as error:  # whatever transformers raises on files that are no tokenizer
+                raise Rejected(
+                    f"the tokenizer of {self._path} cannot be loaded: {error}", code="no-tokenizer"
+                ) from error
         return self._tokenizer
+
+    def _has_tokenizer(self) -> bool:
+        """Asked first, because transformers makes an empty tokenizer of a known model type out of nothing."""
+        return any((self._path / name).is_file() for name in _TOKENIZER_FILES)
 
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self.tokenizer().decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)

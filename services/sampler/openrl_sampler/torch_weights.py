@@ -5,7 +5,7 @@ then tensor by tensor into the resident parameters, from the mapped file, so the
 GPU and none on a CPU. The result is bit-identical to a fresh load. Tied parameters are one parameter with two names:
 it is written once.
 
-LoRA: a version is a new adapter beside the old one, so what serves is never written to.
+LoRA adapters: ``torch_adapters``.
 
 Left out: deltas, slices of one tensor.
 """
@@ -25,8 +25,6 @@ from torch import Tensor
 from openrl_common.errors import Rejected
 from openrl_common.records import WeightsRecord
 from openrl_common.weights import WeightsManifest, verify_files
-
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class Meter:
@@ -160,103 +158,3 @@ def _open(path: Path) -> Iterator[Any]:
 
     with safe_open(path, framework="pt") as file:
         yield file
-
-
-# --- LoRA --------------------------------------------------------------------------------------------------------
-
-
-class Adapters:
-    """The adapters of one base model, by name; at most one is active. Wraps peft, which patches the model in place."""
-
-    def __init__(self, model: Any, max_rank: int) -> None:
-        self._model = model
-        self._max_rank = max_rank
-        self._peft: Any = None
-        self._layers: list[Any] = []
-        self._active: str | None = ""
-        """Name of the active adapter, empty for the base, None when not known."""
-
-    def load(self, name: str, manifest: WeightsManifest, directory: Path) -> None:
-        """Add an adapter that nobody uses yet. Raises Rejected and leaves the others as they were."""
-        from peft import set_peft_model_state_dict
-        from safetensors.torch import load_file
-
-        config = self._config(manifest, directory)
-        self._active = None
-        try:
-            self._add(name, config)
-            self._check_tensors(name, manifest, directory)
-            state = load_file(directory / _ADAPTER_FILES[1])
-            set_peft_model_state_dict(self._peft, state, adapter_name=name, low_cpu_mem_usage=True)
-        except Exception as error:
-            self.drop(name)
-            if isinstance(error, Rejected):
-                raise
-            raise Rejected(f"adapter {directory} does not fit the model: {error}", code="weights-shape") from error
-        device = self._model.device
-        for layer in self._layers:
-            layer.eval()
-            layer.to(device)
-
-    def _config(self, manifest: WeightsManifest, directory: Path) -> Any:
-        from peft import LoraConfig
-
-        for file in _ADAPTER_FILES:
-            if file not in manifest.files:
-                raise Rejected(f"adapter {directory} lists no {file}", code="weights-manifest")
-        try:
-            config = LoraConfig.from_pretrained(str(directory))
-        except Exception as error:
-            raise Rejected(
-                f"adapter {directory}/{_ADAPTER_FILES[0]} is not usable: {error}", code="weights-manifest"
-            ) from error
-        rank = max([config.r, *config.rank_pattern.values()])
-        if self._max_rank and rank > self._max_rank:
-            raise Rejected(
-                f"adapter {directory} has rank {rank}, this runtime holds at most {self._max_rank}",
-                code="weights-shape",
-            )
-        config.inference_mode = True
-        return config
-
-    def _add(self, name: str, config: Any) -> None:
-        from peft import PeftModel
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        if self._peft is None:
-            self._peft = PeftModel(self._model, config, adapter_name=name, low_cpu_mem_usage=True)
-        else:
-            self._peft.add_adapter(name, config, low_cpu_mem_usage=True)
-        self._layers = [module for module in self._model.modules() if isinstance(module, BaseTunerLayer)]
-
-    def _check_tensors(self, name: str, manifest: WeightsManifest, directory: Path) -> None:
-        from peft import get_peft_model_state_dict
-
-        wanted = {
-            key: tuple(value.shape)
-            for key, value in get_peft_model_state_dict(
-                self._peft, adapter_name=name, save_embedding_layers=False
-            ).items()
-        }
-        found = {tensor.name: tuple(tensor.shape) for tensor in manifest.tensors}
-        for key in sorted(wanted.keys() | found.keys()):
-            if wanted.get(key) != found.get(key):
-                raise Rejected(
-                    f"adapter {directory}: tensor {key!r} has shape {found.get(key)}, the model's is {wanted.get(key)}",
-                    code="weights-shape",
-                )
-
-    def drop(self, name: str) -> None:
-        if self._peft is not None and name in self._peft.peft_config:
-            self._active = None
-            self._peft.delete_adapter(name)
-
-    def activate(self, name: str) -> None:
-        """Use this adapter from the next forward on; empty = the base model alone."""
-        if name == self._active:
-            return
-        for layer in self._layers:
-            layer.enable_adapters(bool(name))
-            if name:
-                layer.set_adapter(name, inference_mode=True)
-        self._active = name

@@ -1,0 +1,317 @@
+"""Weight updates of the torch engine: all or nothing, bit-identical, every token says its version (V5, V8, V9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from openrl_common.errors import Bug, Rejected
+from openrl_common.records import JobKind
+from openrl_common.wire import SamplingParams
+from openrl_sampler import torch_engine
+from openrl_sampler.engine import GenerateCall
+
+PROMPTS = [[5, 9, 13], [7, 8, 30, 31]]
+
+
+def _state(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine._resident.model.state_dict().items()}
+
+
+def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def _tokens(result: Any) -> list[list[list[int]]]:
+    return [[sequence.tokens for sequence in group] for group in result.sequences]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_v8_a_full_update_is_bit_identical_to_a_fresh_load(
+    tied: bool,
+    new_engine: Callable[..., Any],
+    save_tiny_model: Callable[..., Path],
+    save_full: Callable[..., Any],
+    apply: Callable[..., Any],
+    generate: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    engine = new_engine(save_tiny_model(tmp_path / "base", tied=tied))
+    record = save_full(3, tied=tied)
+    generate(engine, PROMPTS, max_tokens=4)
+    applied = apply(engine, record)
+    fresh = transformers.AutoModelForCausalLM.from_pretrained(Path(record.manifest).parent)
+    assert _same(_state(engine), dict(fresh.state_dict()))
+    assert engine.version("t.j.1") == 3
+    assert applied.seconds > 0
+    assert applied.peak_extra_bytes >= 0
+    again = new_engine(Path(record.manifest).parent)
+    assert _tokens(generate(engine, PROMPTS, n=2, max_tokens=8)) == _tokens(generate(again, PROMPTS, n=2, max_tokens=8))
+
+
+def _flip_a_byte(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    body = bytearray(path.read_bytes())
+    body[-1] ^= 1
+    path.write_bytes(bytes(body))
+
+
+def _remove(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+def _truncate(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("damage", [_flip_a_byte, _remove, _truncate])
+def test_v8_damaged_files_change_nothing(
+    damage: Callable[[Path], None],
+    new_engine: Callable[..., Any],
+    save_full: Callable[..., Any],
+    apply: Callable[..., Any],
+) -> None:
+    """V8: bad digest, missing file, short file: a typed error that names the file; the old version serves on."""
+    engine = new_engine()
+    apply(engine, save_full(1))
+    before = _state(engine)
+    record = save_full(2)
+    damage(Path(record.manifest).parent)
+    with pytest.raises(Rejected, match=r"model\.safetensors"):
+        apply(engine, record)
+    assert _same(_state(engine), before)
+    assert engine.version("t.j.1") == 1
+
+
+def test_v8_a_wrong_shape_or_tensor_is_found_before_the_first_write(
+    new_engine: Callable[..., Any], save_full: Callable[..., Any], apply: Callable[..., Any]
+) -> None:
+    engine = new_engine()
+    before = _state(engine)
+    with pytest.raises(Rejected, match=r"shape \[61, 16\], the model's is \[61, 32\]"):
+        apply(engine, save_full(1, hidden_size=16))
+    with pytest.raises(Rejected, match="is not in the model"):
+        apply(engine, save_full(2, num_hidden_layers=3))
+    with pytest.raises(Rejected):
+        apply(engine, save_full(3, num_hidden_layers=1))
+    assert _same(_state(engine), before)
+    assert engine.version("t.j.1") == 0
+
+
+def test_v8_another_version_than_announced_is_refused(
+    new_engine: Callable[..., Any], save_full: Callable[..., Any], apply: Callable[..., Any]
+) -> None:
+    engine = new_engine()
+    with pytest.raises(Rejected, match="announced were"):
+        apply(engine, msgspec.structs.replace(save_full(1), version=2))
+    with pytest.raises(Rejected, match="announced was"):
+        apply(engine, msgspec.structs.replace(save_full(3), digest="0" * 64))
+
+
+def test_v8_an_update_that_breaks_off_in_the_middle_never_serves_a_mix(
+    new_engine: Callable[..., Any],
+    save_full: Callable[..., Any],
+    apply: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """V8: past the first write the engine is rebuilt to the version before; if that fails, the process ends."""
+    engine = new_engine()
+    first = save_full(1)
+    apply(engine, first)
+    before = _state(engine)
+    real = torch_engine.write_full
+    broken = iter([True, False, True])
+
+    def break_off(plan: Any, directory: Path, meter: Any) -> None:
+        if next(broken):
+            real(plan[: len(plan) // 2], directory, meter)
+            raise OSError("the share went away")
+        real(plan, directory, meter)
+
+    monkeypatch.setattr(torch_engine, "write_full", break_off)
+    with pytest.raises(Rejected, match="the share went away"):
+        apply(engine, save_full(2))
+    assert _same(_state(engine), before)
+    assert engine.version("t.j.1") == 1
+    Path(first.manifest).unlink()
+    with pytest.raises(Bug, match="cannot be rebuilt"):
+        apply(engine, save_full(3))
+
+
+def test_v5_every_token_says_the_version_that_made_it(
+    new_engine: Callable[..., Any], save_full: Callable[..., Any], apply: Callable[..., Any]
+) -> None:
+    """V5: a running request is kept over an update at a step boundary; its tokens tell both versions."""
+    engine = new_engine()
+    engine.add(
+        GenerateCall(request="r", job="t.j.1", prompts=[[5, 9]], params=SamplingParams(n=16, max_tokens=12), seed=1)
+    )
+    for _ in range(5):
+        engine.step()
+    apply(engine, save_full(4))
+    ended: list[Any] = []
+    while not ended:
+        ended = engine.step()
+    longest = max(ended[0].sequences[0], key=lambda sequence: len(sequence.tokens))
+    assert longest.versions == [0] * 5 + [4] * (len(longest.tokens) - 5)
+    assert all(sequence.versions == longest.versions[: len(sequence.tokens)] for sequence in ended[0].sequences[0])
+
+
+def test_v10_an_exact_call_pins_its_version_until_it_ends(
+    new_engine: Callable[..., Any], generate: Callable[..., Any]
+) -> None:
+    engine = new_engine()
+    params = SamplingParams(max_tokens=5, temperature=0.0)
+    engine.add(GenerateCall(request="x", job="t.j.1", prompts=[[5, 9]], params=params, seed=1, exact=0))
+    engine.step()
+    assert engine.pinned("t.j.1")
+    while engine.num_sequences:
+        engine.step()
+    assert not engine.pinned("t.j.1")
+
+
+def test_v9_lora_logprobs_are_those_of_plain_peft_and_versions_replace_each_other(
+    new_engine: Callable[..., Any],
+    save_lora: Callable[..., Any],
+    apply: Callable[..., Any],
+    generate: Callable[..., Any],
+    plain_logprobs: Callable[..., Any],
+    model_path: Path,
+) -> None:
+    """V9, V12: each version is its own adapter; the one before is dropped, the base stays reachable as version 0."""
+    engine = new_engine(kind=JobKind.LORA)
+    base = generate(engine, PROMPTS, max_tokens=8)
+    seen = []
+    for version in (1, 2, 5):
+        record = save_lora(version)
+        apply(engine, record)
+        result = generate(engine, PROMPTS, max_tokens=8)
+        for prompt, (sequence,) in zip(PROMPTS, result.sequences, strict=True):
+            expected = plain_logprobs(model_path, prompt + sequence.tokens, adapter=Path(record.manifest).parent)
+            assert sequence.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=5e-5)
+            assert set(sequence.versions) == {version}
+        seen.append(_tokens(result))
+    assert seen[0] != seen[1] != seen[2]
+    assert list(engine._loaded) == ["t_j_1_v5"]
+    again = generate(engine, PROMPTS, max_tokens=8, exact=0)
+    assert _tokens(again) == _tokens(base)
+    assert engine.serves("t.j.1", 5)
+    assert not engine.serves("t.j.1", 2)
+
+
+def test_v9_adapters_of_several_jobs_do_not_touch_each_other(
+    new_engine: Callable[..., Any],
+    save_lora: Callable[..., Any],
+    apply: Callable[..., Any],
+    generate: Callable[..., Any],
+) -> None:
+    """V9: jobs together, with other ranks, give what each gives alone; a dropped job falls back to the base."""
+    records = {"t.a.1": save_lora(1, job="a"), "t.b.1": save_lora(1, job="b", rank=8)}
+    alone = {}
+    for key, record in records.items():
+        engine = new_engine(kind=JobKind.LORA)
+        apply(engine, record)
+        alone[key] = _tokens(generate(engine, PROMPTS, n=2, max_tokens=8, job=key))
+    engine = new_engine(kind=JobKind.LORA)
+    for record in records.values():
+        apply(engine, record)
+    for key in (*records, "t.c.1"):
+        params = SamplingParams(n=2, max_tokens=8)
+        engine.add(GenerateCall(request=key, job=key, prompts=PROMPTS, params=params, seed=7))
+    results = {}
+    while engine.num_sequences:
+        results |= {ended.request: _tokens(ended) for ended in engine.step()}
+    base = results.pop("t.c.1")
+    assert results == alone
+    engine.drop_lora("t.a.1")
+    assert engine.version("t.a.1") == 0
+    assert _tokens(generate(engine, PROMPTS, n=2, max_tokens=8, job="t.a.1")) == base
+    assert _tokens(generate(engine, PROMPTS, n=2, max_tokens=8, job="t.b.1")) == alone["t.b.1"]
+    engine.drop_lora("t.b.1")
+    assert _tokens(generate(engine, PROMPTS, n=2, max_tokens=8, job="t.b.1")) == base
+    apply(engine, records["t.a.1"])
+    assert _tokens(generate(engine, PROMPTS, n=2, max_tokens=8, job="t.a.1")) == alone["t.a.1"]
+
+
+def test_v9_running_calls_keep_their_adapter_over_an_update(
+    new_engine: Callable[..., Any],
+    save_lora: Callable[..., Any],
+    apply: Callable[..., Any],
+    generate: Callable[..., Any],
+) -> None:
+    first, second = save_lora(1), save_lora(2)
+    engine = new_engine(kind=JobKind.LORA)
+    apply(engine, first)
+    undisturbed = _tokens(generate(engine, PROMPTS, max_tokens=12))
+    engine.add(GenerateCall(request="r", job="t.j.1", prompts=PROMPTS, params=SamplingParams(max_tokens=12), seed=7))
+    engine.step()
+    engine.step()
+    apply(engine, second)
+    ended: list[Any] = []
+    while not ended:
+        ended = engine.step()
+    assert _tokens(ended[0]) == undisturbed
+    assert set(ended[0].sequences[0][0].versions) == {1}
+    assert list(engine._loaded) == ["t_j_1_v2"]
+
+
+def test_v9_an_evicted_adapter_is_loaded_again(
+    new_engine: Callable[..., Any],
+    save_lora: Callable[..., Any],
+    apply: Callable[..., Any],
+    generate: Callable[..., Any],
+) -> None:
+    engine = new_engine(kind=JobKind.LORA, max_adapters=1)
+    expected = {}
+    for job in ("a", "b", "c"):
+        apply(engine, save_lora(1, job=job))
+        expected[job] = _tokens(generate(engine, PROMPTS, max_tokens=8, job=f"t.{job}.1"))
+        assert len(engine._loaded) == 1
+    for job in ("a", "c", "b"):
+        assert _tokens(generate(engine, PROMPTS, max_tokens=8, job=f"t.{job}.1")) == expected[job]
+
+
+def test_v9_an_adapter_that_does_not_fit_leaves_the_served_one(
+    new_engine: Callable[..., Any],
+    save_lora: Callable[..., Any],
+    apply: Callable[..., Any],
+    generate: Callable[..., Any],
+) -> None:
+    """V8, V9: too large a rank, a missing tensor, a full version on a LoRA sampler."""
+    engine = new_engine(kind=JobKind.LORA, max_rank=4)
+    apply(engine, save_lora(1))
+    expected = _tokens(generate(engine, PROMPTS, max_tokens=8))
+    with pytest.raises(Rejected, match="rank 8, this runtime holds at most 4"):
+        apply(engine, save_lora(2, rank=8))
+    record = save_lora(3)
+    path = Path(record.manifest).parent / "adapter_model.safetensors"
+    tensors = load_file(path)
+    del tensors[sorted(tensors)[0]]
+    save_file(tensors, path)
+    with pytest.raises(Rejected):
+        apply(engine, record)
+    assert engine.version("t.j.1") == 1
+    assert _tokens(generate(engine, PROMPTS, max_tokens=8)) == expected
+
+
+def test_weights_that_are_not_finite_fail_the_call_and_not_the_engine(
+    new_engine: Callable[..., Any],
+    save_full: Callable[..., Any],
+    apply: Callable[..., Any],
+    generate: Callable[..., Any],
+) -> None:
+    engine = new_engine()
+    good = save_full(1)
+    with torch.no_grad():
+        engine._resident.model.model.norm.weight.fill_(float("nan"))
+    assert generate(engine, PROMPTS, max_tokens=8).error.code == "bad-weights"
+    apply(engine, good)
+    assert generate(engine, PROMPTS, max_tokens=8).error is None
