@@ -168,11 +168,13 @@ def _released_event(state: State, event: SeatReleased, now: float, fx: Effects) 
             if record.incarnation == event.incarnation:
                 for key in record.jobs:
                     end_if_gone(state, key, now, fx)
-        elif record.phase is WorkloadPhase.RELEASING and record.incarnation == event.incarnation:
-            gone(state, record, now, fx)
         elif record.assignment == event.assignment:
-            seat_lost(state, record, now, fx)
-        elif record.reason is Reason.WAITING_FOR_PREDECESSOR and record.incarnation > event.incarnation:
+            # (Another assignment of this workload is a reservation that the ledger cleaned: it names no seat.)
+            if record.phase is WorkloadPhase.RELEASING:
+                gone(state, record, now, fx)
+            else:
+                seat_lost(state, record, now, fx)
+        elif record.reason is Reason.WAITING_FOR_PREDECESSOR and not state.line.busy(record.workload):
             ask(state, record, now, fx)
     wake_claim(state, event.claim, now, fx)
 

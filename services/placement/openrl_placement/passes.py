@@ -15,7 +15,7 @@ from openrl_common.records import ClaimState, Reason, SeatState, WorkloadPhase, 
 from openrl_placement.core import booked, claim_changed, ready_is_due, seat_is_over, seat_lost
 from openrl_placement.endings import fail_workload, gone, release, runtime_idle
 from openrl_placement.state import Effects, State, alive, placed, waits
-from openrl_placement.waiting import join_line, repeat_request, wake_seatless
+from openrl_placement.waiting import ask, join_line, repeat_request, settle, wake_seatless
 
 UNANSWERED_S = 10.0
 """A request, or a pending claim, that nobody has answered for this long is looked at again."""
@@ -129,10 +129,14 @@ def _look_again(state: State, record: WorkloadRecord, now: float, fx: Effects) -
 
 
 def _unanswered(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
-    if record.phase in (WorkloadPhase.SUBMITTED, WorkloadPhase.PENDING):
-        repeat_request(state, record, now, fx)
-    else:
+    seat = state.seats.get(record.workload)
+    if record.phase not in (WorkloadPhase.SUBMITTED, WorkloadPhase.PENDING):
         state.requested_at.pop(record.workload, None)
+    elif seat is not None and seat.incarnation == record.incarnation and seat.attempt >= record.attempt:
+        settle(state, record.workload, now, fx)  # it was booked and released again, and both answers were missed
+        ask(state, record, now, fx)
+    else:
+        repeat_request(state, record, now, fx)
 
 
 def _refresh_reasons(state: State, now: float, fx: Effects) -> None:

@@ -1,0 +1,385 @@
+"""Placement's shell: feeds events and mirrors to the core, and carries out what it decides.
+
+    event ──▶ decide (synchronous) ──▶ write records ──▶ publish events ──▶ ack        (E6)
+    mirror change ──▶ decide ──▶ the same, from a queue
+
+Decisions are made in the order in which events arrive, without an await in between (JobSubmitted may first wait for its
+model's files). Effects of one record keep the order of their decisions: each waits for those before it (``_Outbox``).
+An effect that could not be carried out is kept and tried with the next ones, so that memory never runs ahead for good.
+
+One active replica in this first cut: records are written unconditionally, by this one writer (E4).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from prometheus_client import Counter, Gauge, Histogram
+
+from openrl_common.bus import Bus, Delivery
+from openrl_common.errors import OpenRLError, Poison, Rejected, Transient
+from openrl_common.events import Event, JobFailed, JobSubmitted
+from openrl_common.queries import (
+    CLAIMS,
+    EXPLAIN,
+    JOBS,
+    NODES,
+    WORKLOADS,
+    ClaimsAnswer,
+    ExplainAnswer,
+    ExplainQuery,
+    JobsAnswer,
+    ListQuery,
+    NodesAnswer,
+    WorkloadsAnswer,
+)
+from openrl_common.records import JobSpec
+from openrl_common.service import ServiceContext, ServiceSettings, until_stopped
+from openrl_common.store import Bucket, Entry, Mirror
+from openrl_placement import core, explain, jobs
+from openrl_placement.estimator import Constants, Model, read_model
+from openrl_placement.fleet import Fleet
+from openrl_placement.passes import Pass, tick
+from openrl_placement.state import Effects, Policy, State
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SUBJECTS = ["openrl.ev.client.>", "openrl.ev.ledger.>", "openrl.ev.launcher.>"]
+_CONCURRENCY = 32
+_TICK_S = 1.0
+_MODELS_MAX = 256
+_WRITES_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class PlacementSettings(ServiceSettings):
+    max_seats_per_claim: int
+    placement_strategy: str
+    owner_affinity: bool
+    placement_timeout_s: float
+    lora_jobs_per_runtime: int
+    lora_idle_s: float
+    trainer_host_base_bytes: int
+    sampler_host_base_bytes: int
+    trainer_device_base_bytes: int
+    sampler_device_base_bytes: int
+    sampler_cache_tokens: int
+    update_staging_factor: float
+    pass_every_s: float
+
+
+class Models:
+    """Sizes of models, read once per version of ``config.json`` (M1), off the event loop."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[float, Model]] = {}
+
+    async def read(self, directory: str) -> Model | Rejected:
+        """The sizes, or why they cannot be had. Waits for nothing when the model is known and unchanged."""
+        known = self._known.get(directory)
+        stamp = _stamp(directory)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        try:
+            model = await asyncio.to_thread(read_model, directory)
+        except Rejected as error:
+            return error
+        if len(self._known) >= _MODELS_MAX:
+            self._known.pop(next(iter(self._known)))
+        self._known[directory] = (stamp, model)
+        return model
+
+
+def _stamp(directory: str) -> float:
+    import os
+
+    try:
+        return os.stat(os.path.join(directory, "config.json")).st_mtime
+    except (OSError, ValueError):
+        return -1.0
+
+
+class _Outbox:
+    """Carries out effects: records first, events after, each record's effects in the order of their decisions."""
+
+    def __init__(self, bus: Bus, state: State) -> None:
+        self._bus = bus
+        self._state = state
+        self._tails: dict[str, asyncio.Future[None]] = {}
+        self._kept: list[Effects] = []
+        self._slots = asyncio.Semaphore(_WRITES_AT_ONCE)
+
+    async def carry_out(self, effects: Effects) -> None:
+        """Raises Transient when something could not be written or published; it is then kept for the next call."""
+        for kept in self._kept:
+            kept.add(effects)
+            effects = kept
+        self._kept = []
+        if not effects:
+            return
+        keys = [*effects.workloads, *effects.jobs, *(event.entity_id for event in effects.events)]
+        before = {tail for key in keys if (tail := self._tails.get(key)) is not None}
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        for key in keys:
+            self._tails[key] = done
+        try:
+            if before:
+                await asyncio.wait(before)
+            await self._all(
+                [self._write(self._bus.store.workloads, key, self._state.workloads) for key in effects.workloads]
+            )
+            await self._all([self._write(self._bus.store.jobs, key, self._state.jobs) for key in effects.jobs])
+            unique = {event.message_id: event for event in effects.events}
+            await self._all([self._publish(event) for event in unique.values()])
+        except BaseException:
+            self._kept.append(effects)
+            raise
+        finally:
+            done.set_result(None)
+            for key in keys:
+                if self._tails.get(key) is done:
+                    del self._tails[key]
+
+    async def _all(self, steps: list[Any]) -> None:
+        if len(steps) == 1:
+            await steps[0]
+        elif steps:
+            results = await asyncio.gather(*steps, return_exceptions=True)
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+
+    async def _write(self, bucket: Bucket[T], key: str, records: dict[str, T]) -> None:
+        """Write the record as it stands now (not as it stood at the decision): nothing older can replace it."""
+        async with self._slots:
+            record = records.get(key)
+            if record is None:
+                await bucket.delete(key)
+            else:
+                await bucket.put(key, record)
+
+    async def _publish(self, event: Event) -> None:
+        async with self._slots:
+            await self._bus.publish(event)
+
+
+class Placement:
+    """One replica. ``handle`` is what the consumer calls."""
+
+    def __init__(self, bus: Bus, config: PlacementSettings) -> None:
+        self._bus = bus
+        self._config = config
+        self._constants = constants_of(config)
+        fleet = Fleet(limit=config.max_seats_per_claim, owner_affinity=config.owner_affinity)
+        policy = Policy(
+            strategy=config.placement_strategy,
+            placement_timeout_s=config.placement_timeout_s,
+            lora_jobs_per_runtime=config.lora_jobs_per_runtime,
+            lora_idle_s=config.lora_idle_s,
+            logs_directory=str(config.home / "logs"),
+        )
+        self.state = State(fleet, policy)
+        self._outbox = _Outbox(bus, self.state)
+        self._models = Models()
+        self._pass = Pass()
+        self._mirrors: list[Mirror[Any]] = []
+        self._changes: asyncio.Queue[Effects] = asyncio.Queue()
+
+    async def start(self) -> None:
+        """Rebuild the state from the buckets; from here on the mirrors keep it current."""
+        store = self._bus.store
+        for entry in (await store.jobs.list()).values():
+            self.state.put_job(entry.value)
+        for workload in (await store.workloads.list()).values():
+            self.state.put_workload(workload.value)
+        self._mirrors = [
+            await store.nodes.mirror(on_change=self._follow(core.node_changed)),
+            await store.ledger_nodes.mirror(on_change=self._follow(core.budget_changed)),
+            await store.ledger_seats.mirror(on_change=self._follow(core.seat_changed)),
+            await store.ledger_claims.mirror(on_change=self._follow(core.claim_changed)),
+            await store.ready.mirror(on_change=self._follow(core.ready_changed)),
+        ]
+
+    async def close(self) -> None:
+        for mirror in self._mirrors:
+            await mirror.close()
+
+    def _follow(
+        self, change: Callable[[State, str, T | None, float], Effects]
+    ) -> Callable[[str, Entry[T] | None], None]:
+        def on_change(key: str, entry: Entry[T] | None) -> None:
+            effects = change(self.state, key, entry.value if entry is not None else None, time.time())
+            if effects:
+                self._changes.put_nowait(effects)
+
+        return on_change
+
+    async def handle(self, delivery: Delivery) -> None:
+        """Handle one event to the end; raising leaves it to redelivery, which re-derives and re-publishes (E6)."""
+        event = _refused_spec(delivery) or delivery.event()
+        if isinstance(event, JobFailed):
+            await self._bus.publish(event)
+            return
+        if event.subject != delivery.subject:
+            raise Poison(f"message {delivery.sequence} on {delivery.subject} speaks for {event.subject}")
+        if isinstance(event, JobSubmitted):
+            submission = jobs.Submission(event, delivery.sequence, delivery.published_at)
+            model: Model | Rejected | None = None
+            if jobs.wants_model(self.state, submission):
+                model = await self._models.read(event.spec.base_model)
+            if model is None and jobs.wants_model(self.state, submission):
+                raise Transient(f"job {event.job}: the name came free meanwhile, deciding again")
+            effects = jobs.submitted(self.state, submission, model, self._constants, time.time())
+        else:
+            effects = core.decide(self.state, event, time.time())
+        await self._outbox.carry_out(effects)
+
+    async def follow_mirrors(self) -> None:
+        """Carry out what mirror changes led to, in order; a failure is kept by the outbox and tried again."""
+        while not self._bus.stopping.is_set():
+            try:
+                effects = await asyncio.wait_for(self._changes.get(), 0.5)
+            except TimeoutError:
+                continue
+            while not self._changes.empty():
+                effects.add(self._changes.get_nowait())
+            await self._try(effects)
+
+    async def follow_time(self) -> None:
+        """Deadlines every second, the repairing pass every ``pass_every_s``."""
+        next_pass = time.monotonic() + self._config.pass_every_s
+        while not self._bus.stopping.is_set():
+            effects = tick(self.state, time.time())
+            if time.monotonic() >= next_pass and self._bus.connected:
+                effects.add(self._pass.rederive(self.state, time.time()))
+                next_pass = time.monotonic() + self._config.pass_every_s
+            await self._try(effects)
+            try:
+                await asyncio.wait_for(self._bus.stopping.wait(), _TICK_S)
+            except TimeoutError:
+                continue
+
+    async def _try(self, effects: Effects) -> None:
+        try:
+            await self._outbox.carry_out(effects)
+        except (Transient, Rejected) as error:
+            log.warning("kept for the next try: %s", error)
+
+    async def answer_queries(self) -> None:
+        """Serve the questions of ``openrl get`` and ``openrl explain``."""
+
+        async def on_jobs(query: ListQuery) -> JobsAnswer:
+            return explain.jobs(self.state, query)
+
+        async def on_workloads(query: ListQuery) -> WorkloadsAnswer:
+            return explain.workloads(self.state, query, time.time())
+
+        async def on_claims(query: ListQuery) -> ClaimsAnswer:
+            return explain.claims(self.state)
+
+        async def on_nodes(query: ListQuery) -> NodesAnswer:
+            return explain.nodes(self.state)
+
+        async def on_explain(query: ExplainQuery) -> ExplainAnswer:
+            return explain.explain(self.state, query, time.time())
+
+        await self._bus.serve(JOBS, ListQuery, on_jobs)
+        await self._bus.serve(WORKLOADS, ListQuery, on_workloads)
+        await self._bus.serve(CLAIMS, ListQuery, on_claims)
+        await self._bus.serve(NODES, ListQuery, on_nodes)
+        await self._bus.serve(EXPLAIN, ExplainQuery, on_explain)
+
+
+class _LooseSubmission(msgspec.Struct):
+    """Just enough of a JobSubmitted to answer it when its spec cannot be read."""
+
+    type: str
+    tenant: str
+    job: str
+    submission: str
+    spec: Any
+
+
+def _refused_spec(delivery: Delivery) -> JobFailed | None:
+    """The answer to a submission whose spec has unknown or wrong fields (E2); None for anything else."""
+    if not (delivery.subject.startswith("openrl.ev.client.") and delivery.subject.endswith(".submitted")):
+        return None
+    try:
+        loose = msgspec.json.decode(delivery.body, type=_LooseSubmission)
+    except msgspec.MsgspecError:
+        return None
+    try:
+        msgspec.convert(loose.spec, JobSpec)
+    except msgspec.ValidationError as error:
+        failed = JobFailed(
+            tenant=loose.tenant,
+            job=loose.job,
+            submission=loose.submission,
+            code="bad-spec",
+            message=f"the job's spec is not usable: {error}",
+        )
+        return (
+            failed
+            if failed.subject == delivery.subject.replace(".client.", ".placement.").replace(".submitted", ".failed")
+            else None
+        )
+    return None
+
+
+def constants_of(config: PlacementSettings) -> Constants:
+    gib = 1 << 30
+    return Constants(
+        trainer_device_gib=config.trainer_device_base_bytes / gib,
+        sampler_device_gib=config.sampler_device_base_bytes / gib,
+        staging_factor=config.update_staging_factor,
+        kv_tokens=config.sampler_cache_tokens,
+        trainer_host_gib=config.trainer_host_base_bytes / gib,
+        sampler_host_gib=config.sampler_host_base_bytes / gib,
+    )
+
+
+async def serve(context: ServiceContext, config: PlacementSettings) -> None:
+    """The body of the service."""
+    handled = Histogram("openrl_placement_handle_seconds", "Time to handle one event", registry=context.registry)
+    failures = Counter("openrl_placement_jobs_failed", "Jobs refused or failed", ["code"], registry=context.registry)
+    waiting = Gauge("openrl_placement_waiting", "Workloads in the waiting line", registry=context.registry)
+    placement = Placement(context.bus, config)
+    waiting.set_function(lambda: len(placement.state.line))
+    synced = context.require("caches", "the buckets are not read yet")
+    bound = context.require("consumer", "placement's consumer is not bound yet")
+
+    async def handle(delivery: Delivery) -> None:
+        with handled.time():
+            try:
+                await placement.handle(delivery)
+            except OpenRLError as error:
+                failures.labels(type(error).__name__).inc()
+                raise
+
+    await placement.start()
+    await placement.answer_queries()
+    synced.set()
+    try:
+        await until_stopped(
+            context.stopping,
+            context.bus.consume(
+                stream="OPENRL_EVENTS",
+                durable="placement",
+                subjects=SUBJECTS,
+                handler=handle,
+                concurrency=_CONCURRENCY,
+                bound=bound,
+            ),
+            placement.follow_mirrors(),
+            placement.follow_time(),
+        )
+    finally:
+        await placement.close()
