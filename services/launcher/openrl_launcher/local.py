@@ -29,6 +29,8 @@ from openrl_launcher.backend import Inventory, Launch, Process
 from openrl_launcher.nvml import Nvml
 
 MODULES = {Role.TRAINER: "openrl_trainer", Role.SAMPLER: "openrl_sampler"}
+_CHILDREN: dict[int, subprocess.Popen[bytes]] = {}
+"""Workers whose parent this process is, kept until they are waited for, whatever becomes of the backend."""
 _POLL_S = 0.2
 _SAME_START_S = 2.0
 _LOG_TAIL_BYTES = 16 * 1024
@@ -60,7 +62,6 @@ class LocalBackend:
         self._node = node
         self._nats_url = nats_url
         self._logs_kept = logs_kept
-        self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._nvml: Nvml | None = None
         if declared:
             devices = tuple(Device(device=f"dev{index}", memory_bytes=size) for index, size in enumerate(declared))
@@ -110,7 +111,7 @@ class LocalBackend:
                 env=self._environment(launch),
                 start_new_session=True,
             )
-        self._children[child.pid] = child
+        _CHILDREN[child.pid] = child
         self._prune_logs(launch.workload, path)
         return Process(launch.assignment, launch.workload, child.pid, psutil.Process(child.pid).create_time())
 
@@ -118,7 +119,7 @@ class LocalBackend:
         return self._home / "logs" / f"{launch.workload}.{launch.assignment}.log"
 
     async def wait(self, process: Process) -> int | None:
-        child = self._children.get(process.pid)
+        child = _CHILDREN.get(process.pid)
         try:
             descriptor = os.pidfd_open(process.pid)
         except (OSError, AttributeError):
@@ -133,7 +134,7 @@ class LocalBackend:
                 os.close(descriptor)
         if child is None:
             return None
-        self._children.pop(process.pid, None)
+        _CHILDREN.pop(process.pid, None)
         return child.wait()
 
     def terminate(self, process: Process) -> None:
@@ -206,7 +207,7 @@ class LocalBackend:
                 yield process, environment
 
     def _alive(self, process: Process) -> bool:
-        child = self._children.get(process.pid)
+        child = _CHILDREN.get(process.pid)
         if child is not None:
             return child.returncode is None
         try:
