@@ -12,11 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-    0, str(Path(__file__).parent)
-)  # tests are imported one by one: the helpers beside them are not found else
-
 from bus.launcher.launcher_helpers import FAKE_WORKERS, Ledger, until
-
 from openrl_common import streams
 from openrl_common.bus import Bus
 from openrl_common.quantities import GIB
