@@ -1,0 +1,160 @@
+"""The client's end of the training log (C2, R4, R7)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from openrl_client.errors import JobEndedError, Rejected
+from openrl_client.training import IN_FLIGHT_MAX, TrainingLog
+from openrl_common.wire import (
+    TRAIN_DECODER,
+    AdamParams,
+    Datum,
+    ErrorInfo,
+    Forward,
+    OptimStep,
+    PayloadRef,
+    SaveWeights,
+    TrainResult,
+)
+from unit.client.fakes import FakeBus
+
+ADAM = AdamParams(learning_rate=1e-3)
+
+
+class Ending:
+    error: Exception | None = None
+
+    async def __call__(self) -> Exception | None:
+        return self.error
+
+
+@pytest.fixture
+def bus() -> FakeBus:
+    return FakeBus()
+
+
+@pytest.fixture
+def ending() -> Ending:
+    return Ending()
+
+
+@pytest.fixture
+async def log(bus: FakeBus, ending: Ending) -> AsyncIterator[TrainingLog]:
+    log = TrainingLog(
+        bus,  # type: ignore[arg-type]
+        tenant="default",
+        job="j",
+        incarnation=7,
+        next_seq=4,
+        ended=ending,
+        recover_interval_s=0.0,
+    )
+    await log.start()
+    yield log
+    await log.close()
+
+
+async def answer(bus: FakeBus, result: TrainResult) -> None:
+    (callback,) = bus.inboxes.values()
+    await callback(msgspec.json.encode(result), {})
+
+
+async def test_numbers_are_taken_at_the_call_and_published_in_that_order(bus: FakeBus, log: TrainingLog) -> None:
+    """C2, R4: several in flight, gapless from the next free number, whoever is awaited first."""
+    pending = [log.send(OptimStep, adam=ADAM) for _ in range(5)]
+    assert [one.seq for one in pending] == [4, 5, 6, 7, 8]
+    await bus.wait_published(5)
+    for one in reversed(pending):
+        await answer(bus, TrainResult(seq=one.seq, metrics={"n": one.seq}))
+    assert (await pending[4]).metrics == {"n": 8}
+    assert [TRAIN_DECODER.decode(body).seq for _, body, _ in bus.published] == [4, 5, 6, 7, 8]
+    assert [message_id for _, _, message_id in bus.published][:2] == ["default.j.7.4", "default.j.7.5"]
+    assert {subject for subject, _, _ in bus.published} == {"openrl.train.default.j"}
+
+
+async def test_unknown_outcome_is_published_again_under_the_same_id(
+    bus: FakeBus, log: TrainingLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E7: no gap and no second number when the bus did not answer."""
+    real_sleep = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda _: real_sleep(0))
+    bus.failures_left = 2
+    first, second = log.send(SaveWeights), log.send(SaveWeights)
+    await bus.wait_published(2)
+    assert [message_id for _, _, message_id in bus.published] == ["default.j.7.4", "default.j.7.5"]
+    await answer(bus, TrainResult(seq=4, version=1))
+    await answer(bus, TrainResult(seq=5, version=2))
+    assert (await first).version == 1
+    assert (await second).version == 2
+
+
+async def test_refusal_raises_the_trainers_code(bus: FakeBus, log: TrainingLog) -> None:
+    """R6: a typed error reaches the one who awaits."""
+    pending = log.send(SaveWeights)
+    await answer(bus, TrainResult(seq=4, error=ErrorInfo(code="nan-loss", message="the loss is not finite")))
+    with pytest.raises(Rejected, match="not finite") as caught:
+        await pending
+    assert caught.value.code == "nan-loss"
+
+
+async def test_lost_reply_is_read_from_the_stored_results(bus: FakeBus, log: TrainingLog) -> None:
+    """R4: results stay in openrl_results; a reply that was lost is no loss."""
+    pending = log.send(SaveWeights)
+    bus.store.results.values["default.j.7.4"] = TrainResult(seq=4, version=3)
+    assert (await pending).version == 3
+
+
+async def test_second_answer_changes_nothing(bus: FakeBus, log: TrainingLog) -> None:
+    """Reply and stored result may both come."""
+    pending = log.send(SaveWeights)
+    await answer(bus, TrainResult(seq=4, version=3))
+    await answer(bus, TrainResult(seq=4, version=9))
+    assert (await pending).version == 3
+
+
+async def test_end_of_the_job_ends_what_is_in_flight(bus: FakeBus, log: TrainingLog, ending: Ending) -> None:
+    """Nobody waits for ever for a job that is over, and later requests say so at once."""
+    pending = log.send(SaveWeights)
+    ending.error = JobEndedError("job j is Failed: exit code 1", code="worker-failed")
+    with pytest.raises(JobEndedError, match="exit code 1"):
+        await pending
+    with pytest.raises(JobEndedError):
+        log.send(SaveWeights)
+
+
+async def test_large_body_travels_by_reference(bus: FakeBus, log: TrainingLog) -> None:
+    """R7: above 256 KiB the log carries a reference with the digest."""
+    pending = log.send(Forward, data=[Datum(tokens=list(range(100_000)))])
+    await bus.wait_published(1)
+    request = TRAIN_DECODER.decode(bus.published[0][1])
+    assert isinstance(request, PayloadRef)
+    assert request.seq == 4
+    real = TRAIN_DECODER.decode(bus.payloads["object"])
+    assert isinstance(real, Forward)
+    assert real.data[0].tokens[-1] == 99_999
+    assert request.size_bytes == len(bus.payloads["object"])
+    await answer(bus, TrainResult(seq=4))
+    await pending
+
+
+async def test_requests_in_flight_are_bounded(bus: FakeBus, log: TrainingLog) -> None:
+    """Every queue has a bound; the refused call takes no number."""
+    pending = [log.send(SaveWeights) for _ in range(IN_FLIGHT_MAX)]
+    with pytest.raises(Rejected, match="in flight") as caught:
+        log.send(SaveWeights)
+    assert caught.value.code == "too-many-in-flight"
+    await answer(bus, TrainResult(seq=pending[0].seq, version=1))
+    assert log.send(SaveWeights).seq == pending[-1].seq + 1
+
+
+async def test_garbage_in_the_inbox_harms_nobody(bus: FakeBus, log: TrainingLog) -> None:
+    pending = log.send(SaveWeights)
+    (callback,) = bus.inboxes.values()
+    await callback(b"\xff not json", {})
+    await answer(bus, TrainResult(seq=4, version=1))
+    assert (await pending).version == 1
