@@ -223,7 +223,12 @@ class TrainEngine:
                     batch = make_micro_batch(data, self.base.device, request.loss)
                     if batch is not None:
                         self._accumulate(batch, request, options, totals)
-            fresh = {name: parameter.grad for name, parameter in self._parameters.items() if parameter.grad is not None}
+            # One memory layout whatever autograd chose, as load_state gives back: sums must round alike (R5).
+            fresh = {
+                name: parameter.grad.contiguous()
+                for name, parameter in self._parameters.items()
+                if parameter.grad is not None
+            }
         finally:
             for parameter in self._parameters.values():
                 parameter.grad = None
@@ -260,7 +265,9 @@ class TrainEngine:
     def _optim_step(self, request: OptimStep) -> TrainResult:
         if not self._gradients:
             raise Rejected("optim_step: no gradients are accumulated: send forward_backward first", code="no-gradients")
-        norm = self._adam.step(self._gradients, request.adam)
+        # The order of the parameters, whatever order they came in: the norm must round alike after load_state (R5).
+        ordered = {name: self._gradients[name] for name in self._parameters if name in self._gradients}
+        norm = self._adam.step(ordered, request.adam)
         self._gradients = {}
         metrics = {"grad_norm": norm, "learning_rate": request.adam.learning_rate}
         return TrainResult(seq=request.seq, metrics=metrics)

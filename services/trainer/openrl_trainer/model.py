@@ -14,7 +14,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import peft
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from openrl_common.errors import Rejected
 from openrl_common.records import LoraSpec
+from openrl_trainer.model_path import check_model_path
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PROBE_TOKENS = 8
@@ -56,19 +56,6 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in _DTYPES:
         raise Rejected(f"dtype {name!r} is unknown: use auto, {' or '.join(_DTYPES)}", code="bad-dtype")
     return _DTYPES[name]
-
-
-def check_model_path(path: str) -> Path:
-    """Refuse what is not a local model directory, before any library goes looking for it elsewhere."""
-    directory = Path(path)
-    if not directory.is_dir():
-        raise Rejected(
-            f"base model {path!r} is no directory here: give the path of a Hugging Face model directory",
-            code="model-not-found",
-        )
-    if not (directory / "config.json").is_file():
-        raise Rejected(f"base model {path!r} has no config.json: it is not a Hugging Face model", code="bad-model")
-    return directory
 
 
 class BaseModel:

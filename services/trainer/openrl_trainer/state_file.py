@@ -82,4 +82,6 @@ def read_state(path: Path, parameters: dict[str, Tensor]) -> State:
     absent = sorted(parameters.keys() - state["parameter"].keys())
     if absent:
         raise Rejected(f"load_state: {path} lacks {absent[0]!r} and {len(absent) - 1} more", code="bad-state")
+    if not state["step"].keys() == state["exp_avg"].keys() == state["exp_avg_sq"].keys():
+        raise Rejected(f"load_state: {path} has an incomplete optimizer state", code="bad-state")
     return state

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from unit.trainer.conftest import LENGTH_MAX, VOCABULARY, learn, random_data, save_tiny_model, step
 
 from openrl_common.errors import Rejected
 from openrl_common.records import LoraSpec
 from openrl_common.wire import Datum, Forward, LoadState, SaveState, SaveWeights
 from openrl_trainer.engine import TrainEngine
 from openrl_trainer.model import BaseModel
+from unit.trainer.conftest import LENGTH_MAX, VOCABULARY, learn, random_data, save_tiny_model, step
 
 Engines = Callable[..., TrainEngine]
 KINDS = pytest.mark.parametrize("lora", [None, LoraSpec(rank=4, alpha=8.0)], ids=["fft", "lora"])

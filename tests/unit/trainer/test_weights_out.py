@@ -13,13 +13,13 @@ import peft
 import pytest
 import torch
 import transformers
-from unit.trainer.conftest import learn, random_data, save_tiny_model, step
 
 from openrl_common.errors import Rejected
 from openrl_common.records import LoraSpec, WeightsRecord
 from openrl_common.weights import read_manifest, verify_files
 from openrl_common.wire import SaveState, SaveWeights
 from openrl_trainer.engine import TrainEngine
+from unit.trainer.conftest import learn, random_data, save_tiny_model, step
 
 Engines = Callable[..., TrainEngine]
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
