@@ -2,62 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
+from sampler_support import quiet_peft, save_full_version, save_lora_version, save_model
 
-from openrl_common.records import JobKind, LoraSpec, WeightsRecord
-from openrl_common.weights import (
-    MANIFEST,
-    FileInfo,
-    WeightsManifest,
-    encode_manifest,
-    hash_file,
-    read_manifest,
-    read_tensor_infos,
-    version_directory,
-    weights_record,
-)
+from openrl_common.records import JobKind, WeightsRecord
+from openrl_common.weights import read_manifest
 from openrl_common.wire import SamplingParams
 from openrl_sampler.engine import GenerateCall, Generated
 from openrl_sampler.torch_engine import TorchEngine
 from openrl_sampler.torch_model import TorchOptions
-
-VOCABULARY = 61
-LENGTH_MAX = 64
-EOS = 1
-
-
-@contextmanager
-def quiet_peft() -> Iterator[None]:
-    """peft asks transformers for a property under a name that is about to go."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
-        yield
-
-
-def save_model(path: Path, *, tied: bool = True, seed: int = 1, **changes: Any) -> Path:
-    settings = {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": tied,
-        "max_position_embeddings": LENGTH_MAX, "eos_token_id": EOS, "initializer_range": 0.4,
-    } | changes  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings)).save_pretrained(str(path))
-    return path
 
 
 @pytest.fixture(scope="session")
@@ -81,56 +42,14 @@ def new_engine(model_path: Path) -> Callable[..., TorchEngine]:
     return make
 
 
-def _record(directory: Path, *, weights_format: str, job: str, version: int, incarnation: int) -> WeightsRecord:
-    files = {
-        path.name: FileInfo(sha256=hash_file(path), bytes=path.stat().st_size) for path in sorted(directory.iterdir())
-    }
-    tensors = tuple(
-        tensor for name in files if name.endswith(".safetensors") for tensor in read_tensor_infos(directory / name)
-    )
-    manifest = WeightsManifest(
-        format=weights_format, tenant="t", job=job, incarnation=incarnation, version=version, parent=version - 1,
-        files=files, tensors=tensors, largest_tensor_bytes=max(tensor.bytes for tensor in tensors),
-        total_bytes=sum(tensor.bytes for tensor in tensors), lora=LoraSpec() if weights_format == "lora" else None,
-    )  # fmt: skip
-    body = encode_manifest(manifest)
-    (directory / MANIFEST).write_bytes(body)
-    return weights_record(manifest, directory, hashlib.sha256(body).hexdigest())
-
-
 @pytest.fixture
 def save_full(tmp_path: Path) -> Callable[..., WeightsRecord]:
-    """Write a full version as a trainer would: a Hugging Face directory with a manifest."""
-
-    def save(
-        version: int, *, job: str = "j", incarnation: int = 1, seed: int | None = None, **changes: Any
-    ) -> WeightsRecord:
-        directory = version_directory(tmp_path, "t", job, incarnation, version)
-        save_model(directory, seed=version + 100 if seed is None else seed, **changes)
-        return _record(directory, weights_format="full", job=job, version=version, incarnation=incarnation)
-
-    return save
+    return partial(save_full_version, tmp_path)
 
 
 @pytest.fixture
 def save_lora(tmp_path: Path, model_path: Path) -> Callable[..., WeightsRecord]:
-    """Write an adapter version in the PEFT layout, with random weights of its seed."""
-
-    def save(version: int, *, job: str = "j", incarnation: int = 1, rank: int = 4) -> WeightsRecord:
-        directory = version_directory(tmp_path, "t", job, incarnation, version)
-        base = transformers.AutoModelForCausalLM.from_pretrained(model_path)
-        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        with quiet_peft():
-            model = get_peft_model(base, config)
-        generator = torch.Generator().manual_seed(1000 * incarnation + version + sum(job.encode()))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_" in name:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-        model.save_pretrained(str(directory))
-        return _record(directory, weights_format="lora", job=job, version=version, incarnation=incarnation)
-
-    return save
+    return partial(save_lora_version, tmp_path, model_path)
 
 
 @pytest.fixture

@@ -1,0 +1,97 @@
+"""Very small real models and weights versions on disk, as a trainer would write them, for the sampler's tests."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+
+from openrl_common.records import LoraSpec, WeightsRecord
+from openrl_common.weights import (
+    MANIFEST,
+    FileInfo,
+    WeightsManifest,
+    encode_manifest,
+    hash_file,
+    read_tensor_infos,
+    version_directory,
+    weights_record,
+)
+
+VOCABULARY = 61
+LENGTH_MAX = 64
+EOS = 1
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """peft asks transformers for a property under a name that is about to go."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        yield
+
+
+def save_model(path: Path, *, tied: bool = True, seed: int = 1, **changes: Any) -> Path:
+    settings = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": tied,
+        "max_position_embeddings": LENGTH_MAX, "eos_token_id": EOS, "initializer_range": 0.4,
+    } | changes  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings)).save_pretrained(str(path))
+    return path
+
+
+def _record(directory: Path, *, weights_format: str, job: str, version: int, incarnation: int) -> WeightsRecord:
+    files = {
+        path.name: FileInfo(sha256=hash_file(path), bytes=path.stat().st_size) for path in sorted(directory.iterdir())
+    }
+    tensors = tuple(
+        tensor for name in files if name.endswith(".safetensors") for tensor in read_tensor_infos(directory / name)
+    )
+    manifest = WeightsManifest(
+        format=weights_format, tenant="t", job=job, incarnation=incarnation, version=version, parent=version - 1,
+        files=files, tensors=tensors, largest_tensor_bytes=max(tensor.bytes for tensor in tensors),
+        total_bytes=sum(tensor.bytes for tensor in tensors), lora=LoraSpec() if weights_format == "lora" else None,
+    )  # fmt: skip
+    body = encode_manifest(manifest)
+    (directory / MANIFEST).write_bytes(body)
+    return weights_record(manifest, directory, hashlib.sha256(body).hexdigest())
+
+
+def save_full_version(
+    home: Path, version: int, *, job: str = "j", incarnation: int = 1, seed: int | None = None, **changes: Any
+) -> WeightsRecord:
+    """A Hugging Face directory with a manifest."""
+    directory = version_directory(home, "t", job, incarnation, version)
+    save_model(directory, seed=version + 100 if seed is None else seed, **changes)
+    return _record(directory, weights_format="full", job=job, version=version, incarnation=incarnation)
+
+
+def save_lora_version(
+    home: Path, model_path: Path, version: int, *, job: str = "j", incarnation: int = 1, rank: int = 4
+) -> WeightsRecord:
+    """The PEFT layout with a manifest; random weights that depend on job, incarnation and version."""
+    directory = version_directory(home, "t", job, incarnation, version)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_path)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    with quiet_peft():
+        model = get_peft_model(base, config)
+    generator = torch.Generator().manual_seed(1000 * incarnation + version + sum(job.encode()))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    model.save_pretrained(str(directory))
+    return _record(directory, weights_format="lora", job=job, version=version, incarnation=incarnation)
