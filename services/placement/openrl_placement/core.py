@@ -147,7 +147,9 @@ def _refused(state: State, event: SeatRefused, now: float, fx: Effects) -> None:
         message = f"the ledger has closed this submission of {short_workload(event.workload)}: submit the job again"
         fail_workload(state, record, "closed", message, now, fx)
     elif event.code == "started":
-        settle(state, event.workload, now, fx)  # its own claim was allocated first: the worker is on its way
+        state.put_workload(without_reason(record, now))  # its own claim was allocated first: out of the line
+        fx.workloads[record.workload] = None
+        settle(state, event.workload, now, fx)
     else:
         if event.code in ("predecessor", "releasing"):
             record = with_reason(record, Reason.WAITING_FOR_PREDECESSOR, event.message, now)

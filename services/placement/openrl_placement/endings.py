@@ -51,11 +51,10 @@ def fail_workload(state: State, record: WorkloadRecord, code: str, message: str,
     """Every job that this workload serves fails; a LoRA runtime is released with it."""
     for job in list(state.jobs_of(record)):
         fail_job(state, job, code, message, now, fx)
-    if record.kind is JobKind.LORA:
-        for each in _runtime(state, record):
+    standing = _runtime(state, record) if record.kind is JobKind.LORA else [state.workloads[record.workload]]
+    for each in standing:
+        if alive(each):
             release(state, each, now, fx, why=message)
-    else:
-        release(state, state.workloads[record.workload], now, fx, why=message)
 
 
 def release(state: State, record: WorkloadRecord, now: float, fx: Effects, *, why: str = "") -> None:

@@ -1,0 +1,262 @@
+"""Who may sit where: P1-P6, P9, P13, S1, S2, S5, W4."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrl_common.quantities import GIB
+from openrl_common.records import (
+    ClaimRecord,
+    ClaimState,
+    Device,
+    NodeBudget,
+    NodeEntry,
+    Reason,
+    Role,
+    Shape,
+    Tier,
+)
+from openrl_placement.fleet import CANDIDATES_MAX, Fleet, Need, ceiling_gib
+from unit.placement.desk import allocated, entry, node
+
+
+def shape(
+    gib: float = 10, *, role: Role = Role.TRAINER, host_gib: float = 0, exclusive: bool = False, count: int = 1
+) -> Shape:
+    return Shape(
+        role=role, device_bytes=int(gib * GIB), host_bytes=int(host_gib * GIB), exclusive=exclusive, device_count=count
+    )
+
+
+def wanting(gib: float = 10, owner: str = "me", **fields: object) -> Need:
+    return Need(shape(gib, **fields), owner)  # type: ignore[arg-type]
+
+
+def fleet(limit: int = 0, *, affinity: bool = True) -> Fleet:
+    made = Fleet(limit=limit, owner_affinity=affinity)
+    made.set_node("n1", node())
+    return made
+
+
+def test_p4_smallest_device_first_then_owners_then_seats_then_id() -> None:
+    it = fleet()
+    it.set_node("n2", node("n2", gib=23))
+    it.set_claim("big", allocated({"a1": entry("w1")}))
+    it.set_claim(
+        "two-owners", allocated({"a2": entry("w2", owner="x"), "a3": entry("w3", owner="y")}, node="n2", gib=23)
+    )
+    it.set_claim(
+        "two-seats", allocated({"a4": entry("w4", owner="x"), "a5": entry("w5", owner="x")}, node="n2", gib=23)
+    )
+    it.set_claim("one-b", allocated({"a6": entry("w6")}, node="n2", gib=23))
+    it.set_claim("one-a", allocated({"a7": entry("w7")}, node="n2", gib=23))
+    assert it.candidates(wanting(20)) == ["one-a", "one-b", "two-seats", "two-owners", "big"]
+    assert it.candidates(wanting(24)) == ["big"]
+
+
+@pytest.mark.parametrize(("affinity", "first"), [(True, "partner"), (False, "alone")])
+def test_p4_a_partner_goes_before_fewer_owners_among_equal_devices(affinity: bool, first: str) -> None:
+    it = fleet(affinity=affinity)
+    it.set_claim("alone", allocated({"a1": entry("w1", owner="x")}))
+    it.set_claim("partner", allocated({"a2": entry("w2", owner="me"), "a3": entry("w3", owner="x")}))
+    assert it.candidates(wanting())[0] == first
+    it.set_node("n2", node("n2", gib=23))
+    it.set_claim("smaller", allocated({"a4": entry("w4", owner="x")}, node="n2", gib=23))
+    assert it.candidates(wanting())[0] == "smaller", "size goes before affinity"
+
+
+def test_p11_at_most_sixteen_candidates_and_each_once() -> None:
+    it = fleet()
+    for number in range(30):
+        it.set_claim(f"c{number:02}", allocated({f"a{number}": entry(f"w{number}", owner="me")}))
+    found = it.candidates(wanting())
+    assert len(found) == len(set(found)) == CANDIDATES_MAX
+
+
+@pytest.mark.parametrize(
+    ("claim", "said"),
+    [
+        (allocated({"a": entry("w")}, state=ClaimState.RETIRING), "retiring"),
+        (allocated({"a": entry("w")}, state=ClaimState.QUARANTINED), "quarantined"),
+        (ClaimRecord(state=ClaimState.PENDING, entries={"a": entry("w")}), "pending"),
+        (allocated({"a": entry("w", exclusive=True)}), "exclusively"),
+        (allocated({"a": entry("w")}, gib=9), "needs 10 GiB, the device has 9 GiB"),
+        (allocated({"a": entry("w")}, node="elsewhere"), "unknown"),
+        (msgspec.structs.replace(allocated({"a": entry("w")}), devices=("d0", "d1")), "2 devices"),
+        (allocated({"a": entry("w"), "b": entry("x")}), "all 2 seats"),
+    ],
+)
+def test_p3_what_may_not_be_joined_is_no_candidate_and_says_why(claim: ClaimRecord, said: str) -> None:
+    it = fleet(limit=2)
+    it.set_claim("c", claim)
+    assert it.candidates(wanting()) == []
+    assert said in it.refusal("c", wanting())
+
+
+def test_p3_p7_an_exclusive_or_multi_device_workload_joins_nothing() -> None:
+    it = fleet()
+    it.set_claim("c", allocated({"a": entry("w")}))
+    assert it.candidates(wanting(exclusive=True)) == []
+    assert it.candidates(wanting(count=2)) == []
+
+
+@pytest.mark.parametrize("fault", ["suspect", "lost"])
+def test_p3_a_suspect_or_lost_node_takes_no_newcomers_until_it_is_back(fault: str) -> None:
+    it = fleet()
+    it.set_claim("c", allocated({"a": entry("w")}))
+    assert it.set_node("n1", msgspec.structs.replace(node(), **{fault: True})) is False
+    assert it.candidates(wanting()) == []
+    assert it.set_node("n1", node()) is True
+    assert it.candidates(wanting()) == ["c"]
+
+
+def test_p1_a_node_that_is_not_enabled_or_not_complete_does_not_count() -> None:
+    it = Fleet(limit=0)
+    it.set_node("n1", msgspec.structs.replace(node(), enabled=False))
+    it.set_node("n2", msgspec.structs.replace(node("n2"), complete=False))
+    assert not it.known
+    assert it.tiers(shape()) == ()
+
+
+def test_p1_role_labels_none_is_both_and_any_is_only_those() -> None:
+    it = Fleet(limit=0)
+    it.set_node("n1", node(roles=(Role.SAMPLER,)))
+    it.set_claim("c", allocated({"a": entry("w")}))
+    assert it.candidates(wanting(role=Role.SAMPLER)) == ["c"]
+    assert it.candidates(wanting(role=Role.TRAINER)) == []
+    assert it.why(wanting(role=Role.TRAINER))[0] is Reason.ROLE_NOT_ACCEPTED
+
+
+def test_p6_host_memory_equality_passes_one_byte_more_does_not_and_unknown_skips() -> None:
+    it = Fleet(limit=0)
+    it.set_node("n1", node(host_gib=100))
+    it.set_claim("c", allocated({"a": entry("w")}))
+    it.set_budget("n1", NodeBudget(entries={"a": NodeEntry(workload="w", claim="c", host_bytes=60 * GIB)}))
+    assert it.candidates(wanting(host_gib=40)) == ["c"]
+    assert it.candidates(wanting(host_gib=40.001)) == []
+    it.set_node("n1", node(host_gib=0))
+    assert it.candidates(wanting(host_gib=4_000)) == ["c"]
+
+
+def test_p6_what_others_reserve_counts_too() -> None:
+    it = Fleet(limit=0)
+    it.set_node("n1", msgspec.structs.replace(node(host_gib=100), host_reserved_bytes=70 * GIB))
+    it.set_claim("c", allocated({"a": entry("w")}))
+    assert it.candidates(wanting(host_gib=31)) == []
+    assert "30 GiB free" in it.refusal("c", wanting(host_gib=31))
+
+
+def test_p13_avoided_nodes_and_claims_are_left_out() -> None:
+    it = fleet()
+    it.set_claim("c", allocated({"a": entry("w")}))
+    assert it.candidates(Need(shape(), "me", avoid=frozenset({"c"}))) == []
+    assert it.candidates(Need(shape(), "me", avoid=frozenset({"n1"}))) == []
+
+
+def test_p2_catalogue_names_shapes_by_whole_gib_rounded_up_and_a_node_by_its_smallest_device() -> None:
+    assert [ceiling_gib(int(gib * GIB)) for gib in (22.5, 79.65, 80)] == [23, 80, 80]
+    it = Fleet(limit=0)
+    mixed = tuple(Device(device=f"d{i}", memory_bytes=int(gib * GIB)) for i, gib in enumerate((80, 23)))
+    it.set_node("n1", msgspec.structs.replace(node(), devices=mixed))
+    assert [tier.ceiling_gib for tier in it.tiers(shape(20))] == [23]
+    assert it.tiers(shape(40)) == ()
+
+
+def test_p9_tiers_are_every_shape_that_fits_tightest_first_whatever_is_free() -> None:
+    it = fleet()
+    it.set_node("n2", node("n2", gib=22.5))
+    it.set_node("n3", node("n3", gib=39.5))
+    for number in range(3):
+        it.set_claim(f"c{number}", allocated({f"a{number}": entry("w", exclusive=True)}))
+    floor = 20 * GIB
+    assert it.tiers(shape(20)) == tuple(Tier(count=1, floor_bytes=floor, ceiling_gib=size) for size in (23, 40, 80))
+
+
+def test_w4_impossible_names_the_need_and_the_largest_shape_and_never_means_busy() -> None:
+    it = fleet()
+    assert it.impossible(shape(80)) == ""
+    sentence = it.impossible(shape(81))
+    assert "81 GiB" in sentence
+    assert "3 x 80 GiB" in sentence
+    assert it.impossible(shape(10, count=4)) != ""
+    assert it.why(wanting(81))[0] is Reason.IMPOSSIBLE
+    assert Fleet(limit=0).impossible(shape(81)) == "", "nobody knows yet what the fleet has"
+
+
+def test_w4_host_memory_that_no_node_has_is_impossible() -> None:
+    it = Fleet(limit=0)
+    it.set_node("n1", node(host_gib=64))
+    assert "64 GiB" in it.impossible(shape(10, host_gib=65))
+    assert it.impossible(shape(10, host_gib=64)) == ""
+
+
+def test_s5_the_reason_names_the_limit_only_when_the_limit_binds() -> None:
+    it = fleet(limit=1)
+    for number in range(3):
+        it.set_claim(f"c{number}", allocated({f"a{number}": entry(f"w{number}")}))
+    reason, sentence = it.why(wanting())
+    assert reason is Reason.WAITING_FOR_SEAT
+    assert "--max-seats-per-claim 1" in sentence
+    assert it.why(wanting(exclusive=True))[0] is Reason.WAITING_FOR_DEVICE
+    for number in range(3):
+        it.set_claim(f"c{number}", allocated({f"a{number}": entry(f"w{number}", exclusive=True)}))
+    assert it.why(wanting())[0] is Reason.WAITING_FOR_DEVICE, "the claims are refused for another reason than the limit"
+
+
+def test_s1_no_limit_never_names_one() -> None:
+    it = Fleet(limit=0)
+    it.set_node("n1", node(host_gib=100, devices=1))
+    it.set_claim("c", allocated({"a": entry("w")}))
+    it.set_budget("n1", NodeBudget(entries={"a": NodeEntry(workload="w", claim="c", host_bytes=99 * GIB)}))
+    reason, sentence = it.why(wanting(host_gib=2))
+    assert reason is Reason.WAITING_FOR_HOST_MEMORY
+    assert "1 GiB free" in sentence
+
+
+def test_w4_the_launchers_cause_is_told_when_nothing_more_specific_holds() -> None:
+    assert fleet().why(wanting(), "the driver is gone") == (Reason.UNSCHEDULABLE, "the driver is gone")
+    assert Fleet(limit=0).why(wanting())[0] is Reason.WAITING_FOR_DEVICE
+
+
+def test_w2_only_more_room_is_reported_as_a_wake_up() -> None:
+    it = fleet(limit=2)
+    one, two = {"a": entry("w")}, {"a": entry("w"), "b": entry("x")}
+    assert it.set_claim("c", ClaimRecord(state=ClaimState.PENDING, entries=one)) is False
+    assert it.set_claim("c", allocated(one)) is True
+    assert it.set_claim("c", allocated(two)) is False, "SeatBooked wakes nobody"
+    assert it.set_claim("c", allocated(one)) is True
+    assert it.set_claim("c", allocated({}, state=ClaimState.RETIRING)) is False
+    assert it.set_node("n1", msgspec.structs.replace(node(), beat=9)) is False, "a heartbeat is no change"
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["c1", "c2", "c3", "c4"]),
+            st.sampled_from(list(ClaimState)),
+            st.integers(0, 3),
+            st.sampled_from([23.0, 80.0]),
+            st.booleans(),
+            st.sampled_from(["n1", "n2"]),
+        ),
+        max_size=30,
+    ),
+    st.integers(0, 3),
+)
+def test_p3_the_index_holds_exactly_what_a_scan_would_find(
+    changes: list[tuple[str, ClaimState, int, float, bool, str]], limit: int
+) -> None:
+    it = Fleet(limit=limit)
+    it.set_node("n1", node("n1"))
+    for count, (claim, state, seats, gib, exclusive, on) in enumerate(changes):
+        entries = {f"{claim}-{i}": entry(f"w{i}", owner=f"o{i % 2}", exclusive=exclusive) for i in range(seats)}
+        it.set_claim(claim, allocated(entries, gib=gib, node=on, state=state))
+        if count % 5 == 4:
+            it.set_node("n2", node("n2", gib=gib, roles=(Role.TRAINER,) if exclusive else ()))
+    for role in Role:
+        wanted = wanting(20, role=role)
+        scan = {claim for claim in it.claims if it.refusal(claim, wanted) == ""}
+        assert set(it.candidates(wanted)) == scan

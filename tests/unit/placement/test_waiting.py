@@ -1,0 +1,471 @@
+"""Booking, waiting, waking: P8, P11, S4, S5, W1-W6, F1, L5, E5."""
+
+from __future__ import annotations
+
+from openrl_common.events import (
+    JobEnded,
+    JobFailed,
+    SeatBooked,
+    SeatRefused,
+    SeatReleased,
+    SeatReleaseRequested,
+    SeatRequested,
+    WorkerLaunched,
+    WorkerUnschedulable,
+)
+from openrl_common.queries import ExplainQuery, ListQuery
+from openrl_common.records import (
+    ClaimState,
+    Reason,
+    Role,
+    SeatRecord,
+    SeatState,
+    WorkloadPhase,
+)
+from openrl_placement import core, explain
+from openrl_placement.fleet import Fleet
+from openrl_placement.state import State
+from unit.placement.desk import Desk, Policy, allocated, entry, node
+
+
+def trainer(job: str) -> str:
+    return f"default--{job}--trainer"
+
+
+def sampler(job: str) -> str:
+    return f"default--{job}--sampler"
+
+
+def full_house(limit: int = 2, devices: int = 1, **fields: object) -> Desk:
+    """One device, taken to the seat limit by job ``first``; job ``a`` waits on its own pending claims."""
+    it = Desk(limit=limit, **fields)  # type: ignore[arg-type]
+    it.node(node(devices=devices))
+    it.submit("first")
+    requests = it.take(SeatRequested)
+    it.book(requests[0], "")
+    it.book(requests[1], f"c-{trainer('first')}")
+    return it
+
+
+def queue(it: Desk, *jobs: str, **fields: object) -> None:
+    for job in jobs:
+        it.submit(job, **fields)  # type: ignore[arg-type]
+        for request in it.take(SeatRequested):
+            it.book(request, allocate=False)
+        for workload in (trainer(job), sampler(job)):
+            it.unschedulable(workload)
+
+
+def free_one(it: Desk) -> None:
+    """One of the two seats of the shared claim comes free."""
+    claim = "c-" + trainer("first")
+    it.claim(claim, allocated(dict(list(it.state.fleet.claims[claim].entries.items())[1:])))
+
+
+def test_p8_binpack_names_candidates_and_may_found() -> None:
+    it = Desk()
+    it.node(node())
+    it.submit("a")
+    first, second = it.take(SeatRequested)
+    assert first.candidates == ()
+    claim = "c-" + first.workload
+    it.book(first)
+    it.book(second)
+    it.submit("b")
+    request = it.take(SeatRequested)[0]
+    assert request.candidates[0] == "c-default--a--sampler"
+    assert claim in request.candidates
+    assert request.may_found
+    assert [tier.ceiling_gib for tier in request.tiers] == [80]
+
+
+def test_p8_spread_founds_first_and_shares_only_after_unschedulable() -> None:
+    it = full_house(limit=0, policy=Policy(strategy="spread"))
+    it.submit("b")
+    request = it.take(SeatRequested)[0]
+    assert request.candidates == ()
+    assert request.may_found
+    it.book(request, allocate=False)
+    it.unschedulable(trainer("b"))
+    (move,) = it.take(SeatRequested)
+    assert move.candidates == ("c-" + trainer("first"),)
+    assert not move.may_found
+    assert move.move_from == it.workload(trainer("b")).assignment
+
+
+def test_s4_a_workload_that_finds_every_claim_full_waits_pending_on_its_own_and_moves_to_the_freed_seat() -> None:
+    it = full_house()
+    queue(it, "a")
+    record = it.workload(trainer("a"))
+    assert (record.phase, record.reason) == (WorkloadPhase.PENDING, Reason.WAITING_FOR_SEAT)
+    free_one(it)
+    (move,) = it.take(SeatRequested)
+    assert (move.workload, move.move_from) == (sampler("a"), it.workload(sampler("a")).assignment)
+    assert move.candidates == ("c-" + trainer("first"),)
+    it.book(move, "c-" + trainer("first"))
+    assert it.workload(sampler("a")).phase is WorkloadPhase.PLACED
+    assert it.workload(sampler("a")).reason is None
+    assert it.take(SeatRequested) == [], "one seat wakes one waiter"
+
+
+def test_s4_a_freed_device_ends_the_wait_as_well() -> None:
+    it = full_house()
+    queue(it, "a")
+    record = it.workload(trainer("a"))
+    it.claim(record.claim, allocated({record.assignment: entry(record.workload)}))
+    assert it.workload(trainer("a")).phase is WorkloadPhase.PLACED
+    assert trainer("a") not in it.state.line
+
+
+def test_w1_the_line_is_by_priority_then_submission() -> None:
+    it = full_house()
+    queue(it, "a", "b")
+    queue(it, "c", priority=5)
+    positions = [it.state.line.position(trainer(job)) for job in "abc"]
+    assert positions == [4, 6, 2]
+    free_one(it)
+    assert it.take(SeatRequested)[0].workload == sampler("c")
+
+
+def test_w1_a_seat_promised_to_an_earlier_waiter_is_left_out_of_later_requests_until_it_is_settled() -> None:
+    it = full_house()
+    queue(it, "a")
+    free_one(it)
+    (move,) = it.take(SeatRequested)
+    it.submit("late")
+    assert all(request.candidates == () for request in it.take(SeatRequested))
+    it.event(
+        SeatRefused(
+            tenant="default", workload=move.workload, incarnation=move.incarnation, attempt=move.attempt,
+            code="no-candidate", message="lost", refusals={move.candidates[0]: "gone"},
+        )
+    )  # fmt: skip
+    (second,) = it.take(SeatRequested)
+    assert second.workload == trainer("a"), "what the first could not take goes to the next in line"
+
+
+def test_w1_a_large_waiter_at_the_head_does_not_stop_a_small_one() -> None:
+    it = Desk(limit=2)
+    it.node(node("n1", gib=80, devices=1))
+    it.node(node("n2", gib=23, devices=1))
+    it.claim("small", allocated({"x": entry("w1"), "y": entry("w2")}, node="n2", gib=23))
+    it.claim("large", allocated({"z": entry("w3", exclusive=True)}, node="n1"))
+    queue(it, "big", gib=70)
+    queue(it, "tiny", gib=5)
+    it.claim("small", allocated({"x": entry("w1")}, node="n2", gib=23))
+    (move,) = it.take(SeatRequested)
+    assert move.workload == sampler("tiny")
+
+
+def test_w1_a_newcomer_to_the_line_does_not_get_ahead_of_an_earlier_waiter() -> None:
+    it = full_house()
+    queue(it, "a")
+    it.submit("b")
+    for request in it.take(SeatRequested):
+        it.book(request, allocate=False)
+    claim = "c-" + trainer("first")
+    standing = it.state.fleet.claims[claim]
+    it.state.fleet.set_claim(claim, allocated(dict(list(standing.entries.items())[:1])))  # the wake-up was missed
+    it.unschedulable(trainer("b"))
+    (move,) = it.take(SeatRequested)
+    assert move.workload == sampler("a")
+
+
+def test_w2_booking_wakes_nobody_and_a_refusal_is_not_repeated_while_the_claim_looks_the_same() -> None:
+    it = full_house()
+    queue(it, "a")
+    free_one(it)
+    for _ in range(2):
+        (move,) = it.take(SeatRequested)
+        it.event(
+            SeatRefused(
+                tenant="default", workload=move.workload, incarnation=move.incarnation, attempt=move.attempt,
+                code="no-candidate", message="", refusals=dict.fromkeys(move.candidates, "all 2 seats are taken"),
+            )
+        )  # fmt: skip
+    assert it.take(SeatRequested) == []
+    it.repair()
+    assert it.take(SeatRequested) == []
+    claim = "c-" + trainer("first")
+    it.claim(claim, allocated({"other": entry("w9")}))
+    assert len(it.take(SeatRequested)) == 1, "it looks different: asked again"
+
+
+def test_l5_a_move_that_came_too_late_leaves_the_workload_to_its_own_claim() -> None:
+    it = full_house()
+    queue(it, "a")
+    free_one(it)
+    (move,) = it.take(SeatRequested)
+    it.event(
+        SeatRefused(
+            tenant="default", workload=move.workload, incarnation=move.incarnation, attempt=move.attempt,
+            code="started", message="its own claim was allocated",
+        )
+    )  # fmt: skip
+    assert not it.state.line.busy(move.workload)
+    assert it.take(SeatRequested)[0].workload == trainer("a"), "the seat goes to the next"
+
+
+def test_w3_the_deadline_covers_waiting_for_a_seat_and_fails_with_the_last_reason() -> None:
+    it = full_house(policy=Policy(placement_timeout_s=100))
+    it.tick(50)
+    queue(it, "a")
+    it.tick(99)
+    assert it.take(JobFailed) == []
+    it.tick(2)
+    (failed,) = it.take(JobFailed)
+    assert failed.code == "placement-timeout"
+    assert "WaitingForSeat" in failed.message
+    assert len(it.take(SeatReleaseRequested)) == 2, "the standing claims are withdrawn"
+    assert len(it.state.line) == 0
+
+
+def test_w3_an_allocation_wins_over_the_deadline_and_time_placed_does_not_count() -> None:
+    it = full_house(policy=Policy(placement_timeout_s=100))
+    queue(it, "a")
+    record = it.workload(trainer("a"))
+    it.state.fleet.set_claim(record.claim, allocated({record.assignment: entry(record.workload)}))  # not heard yet
+    record = it.workload(sampler("a"))
+    it.claim(record.claim, allocated({record.assignment: entry(record.workload)}))
+    it.tick(101)
+    assert it.take(JobFailed) == []
+    assert it.workload(trainer("a")).phase is WorkloadPhase.PLACED
+    it.tick(10_000)
+    assert it.take(JobFailed) == []
+
+
+def test_w3_zero_means_never() -> None:
+    it = full_house(policy=Policy(placement_timeout_s=0))
+    queue(it, "a")
+    it.tick(1e9)
+    assert it.take(JobFailed) == []
+
+
+def test_w4_an_empty_fleet_is_a_wait_and_the_first_node_ends_it_or_says_impossible() -> None:
+    it = Desk()
+    it.submit("a")
+    it.submit("huge", gib=500)
+    assert it.take(SeatRequested) == []
+    assert it.workload(trainer("a")).reason is Reason.WAITING_FOR_DEVICE
+    it.node(node())
+    assert {request.workload for request in it.take(SeatRequested)} == {trainer("a"), sampler("a")}
+    (failed,) = it.take(JobFailed)
+    assert (failed.job, failed.code) == ("huge", "impossible")
+    assert {ended.job for ended in it.take(JobEnded)} == {"huge"}
+
+
+def test_w4_a_role_no_node_accepts_is_a_wait_that_a_label_ends() -> None:
+    it = Desk()
+    it.node(node(roles=(Role.SAMPLER,)))
+    it.submit("a")
+    assert [request.workload for request in it.take(SeatRequested)] == [sampler("a")]
+    assert it.workload(trainer("a")).reason is Reason.ROLE_NOT_ACCEPTED
+    it.node(node())
+    assert [request.workload for request in it.take(SeatRequested)] == [trainer("a")]
+
+
+def test_w5_waits_are_kept_with_reason_and_times_the_standing_one_last() -> None:
+    it = full_house()
+    queue(it, "a")
+    it.now += 30
+    record = it.workload(trainer("a"))
+    assert record.waits[-1].until is None
+    it.claim(record.claim, allocated({record.assignment: entry(record.workload)}))
+    (wait,) = it.workload(trainer("a")).waits
+    assert wait.reason is Reason.WAITING_FOR_SEAT
+    assert wait.until is not None
+    assert wait.until - wait.since == 30
+
+
+def test_w5_explain_says_why_where_in_line_until_when_and_who_holds_what_it_needs() -> None:
+    it = full_house(policy=Policy(placement_timeout_s=100))
+    queue(it, "a")
+    it.now += 10
+    answer = explain.explain(it.state, ExplainQuery(workload="a/trainer"), it.now)
+    assert "WaitingForSeat" in answer.sentence
+    assert (answer.position, answer.line_length, answer.deadline_in_s) == (2, 2, 90)
+    (row,) = [row for row in answer.candidates if row.claim == "c-" + trainer("first")]
+    assert row.refused == "all 2 seats are taken"
+    assert row.held_by == (sampler("first"), trainer("first"))
+    assert any("unknown and was not checked" in note for note in answer.notes)
+
+
+def test_queries_join_claims_with_their_seats_and_the_limit_in_force() -> None:
+    it = full_house()
+    queue(it, "a")
+    rows = {row.claim: row for row in explain.claims(it.state).claims}
+    shared = rows["c-" + trainer("first")]
+    assert (len(shared.seats), shared.limit) == (2, 2)
+    assert {seat.state for seat in shared.seats} == {"held"}
+    assert rows["c-" + trainer("a")].state is ClaimState.PENDING
+    (job,) = explain.jobs(it.state, ListQuery(job="a")).jobs
+    assert job.reason is Reason.WAITING_FOR_SEAT
+    assert len(explain.workloads(it.state, ListQuery(tenant="other"), it.now).workloads) == 0
+    assert explain.nodes(it.state).nodes[0].devices_claimed == 1
+
+
+def test_a_verdict_that_overtakes_its_booking_is_not_lost() -> None:
+    it = full_house()
+    it.submit("a")
+    request = it.take(SeatRequested)[0]
+    it.event(
+        WorkerUnschedulable(
+            tenant="default", workload=request.workload, assignment="a3", claim="c", cause="no device is free"
+        )
+    )
+    it.book(request, allocate=False)
+    assert it.workload(request.workload).assignment == "a3"
+    assert it.workload(request.workload).reason is Reason.WAITING_FOR_SEAT
+
+
+def test_e6_late_duplicates_of_bookings_and_releases_change_nothing() -> None:
+    it = full_house()
+    queue(it, "a")
+    old = it.workload(sampler("a"))
+    free_one(it)
+    (move,) = it.take(SeatRequested)
+    it.book(move, "c-" + trainer("first"))
+    moved = it.workload(sampler("a"))
+    it.event(
+        SeatBooked(
+            tenant="default", workload=old.workload, incarnation=old.incarnation, assignment=old.assignment,
+            claim=old.claim, founded=True, attempt=1,
+        )
+    )  # fmt: skip
+    it.event(
+        SeatReleased(
+            tenant="default", workload=old.workload, incarnation=old.incarnation, assignment=old.assignment,
+            claim=old.claim,
+        )
+    )  # fmt: skip
+    assert it.workload(sampler("a")) == moved
+
+
+def test_a_lost_placement_asks_again_at_once_under_a_new_deadline() -> None:
+    it = full_house(policy=Policy(placement_timeout_s=100))
+    it.now += 500
+    record = it.workload(trainer("first"))
+    it.release(record.workload, record.assignment, record.claim, record.incarnation)
+    record = it.workload(trainer("first"))
+    assert (record.phase, record.reason, record.deadline) == (WorkloadPhase.PENDING, Reason.RETRYING, it.now + 100)
+    (request,) = it.take(SeatRequested)
+    assert (request.workload, request.attempt, request.may_found) == (trainer("first"), 2, True)
+
+
+def test_a_claim_over_the_host_budget_is_asked_for_again_by_the_pass_not_in_a_loop() -> None:
+    it = full_house()
+    it.submit("a")
+    request = it.take(SeatRequested)[0]
+    assignment = it.book(request, allocate=False)
+    it.release(request.workload, assignment, "c-" + request.workload, request.incarnation)
+    assert [each for each in it.take(SeatRequested) if each.workload == request.workload] == []
+    assert it.workload(request.workload).phase is WorkloadPhase.PENDING
+    it.repair()
+    assert [each.attempt for each in it.take(SeatRequested) if each.workload == request.workload] == [2]
+
+
+def test_a_predecessor_is_waited_for_and_its_release_ends_the_wait() -> None:
+    it = Desk()
+    it.node(node())
+    it.submit("a", sequence=5)
+    request = it.take(SeatRequested)[0]
+    it.event(
+        SeatRefused(
+            tenant="default", workload=request.workload, incarnation=5, attempt=1, code="predecessor",
+            message="incarnation 2 still holds the seat",
+        )
+    )  # fmt: skip
+    assert it.workload(request.workload).reason is Reason.WAITING_FOR_PREDECESSOR
+    it.release(request.workload, "old", "c-old", 2)
+    assert it.take(SeatRequested)[0].attempt == 2
+
+
+# --- what events failed to deliver ------------------------------------------------------------------------------
+
+
+def test_e5_a_booking_that_no_event_told_is_found_in_the_ledger_on_the_second_look() -> None:
+    it = Desk()
+    it.node(node())
+    it.submit("a")
+    (request, _) = it.take(SeatRequested)
+    seat = SeatRecord(state=SeatState.HELD, incarnation=request.incarnation, assignment="a9", claim="c9", attempt=1)
+    it.apply(core.seat_changed(it.state, request.workload, seat, it.now))
+    it.claim("c9", allocated({"a9": entry(request.workload)}))
+    it.repair(1)
+    assert it.workload(request.workload).assignment == ""
+    it.repair(1)
+    assert (it.workload(request.workload).assignment, it.workload(request.workload).phase) == (
+        "a9",
+        WorkloadPhase.PLACED,
+    )
+
+
+def test_e5_a_release_that_no_event_told_ends_the_workload() -> None:
+    it = Desk()
+    it.node(node())
+    it.submit("a")
+    it.book_all()
+    it.finish("a")
+    for request in it.take(SeatReleaseRequested):
+        seat = SeatRecord(state=SeatState.EMPTY, incarnation=request.incarnation, closed=request.incarnation)
+        it.apply(core.seat_changed(it.state, request.workload, seat, it.now))
+    assert [ended.outcome for ended in it.take(JobEnded)] == ["Finished"]
+
+
+def test_e5_an_unanswered_request_is_repeated_under_the_same_id() -> None:
+    it = Desk()
+    it.node(node())
+    it.submit("a")
+    first = {request.message_id for request in it.take(SeatRequested)}
+    it.repair(5)
+    assert it.take(SeatRequested) == []
+    it.repair(6)
+    assert {request.message_id for request in it.take(SeatRequested)} == first
+
+
+def test_e5_a_pending_claim_that_no_launcher_speaks_of_gets_a_reason() -> None:
+    it = Desk()
+    it.node(node())
+    it.submit("a")
+    for request in it.take(SeatRequested):
+        it.book(request, allocate=False)
+    it.repair(11)
+    assert it.workload(trainer("a")).reason is Reason.UNSCHEDULABLE
+    assert "no launcher" in it.workload(trainer("a")).message
+
+
+def test_e4_state_rebuilt_from_the_buckets_has_the_same_line_deadlines_and_runtimes() -> None:
+    it = full_house()
+    queue(it, "a", "b")
+    it.submit("l", "lora")
+    rebuilt = State(Fleet(limit=2), it.policy)
+    for job in it.state.jobs.values():
+        rebuilt.put_job(job)
+    for record in it.state.workloads.values():
+        rebuilt.put_workload(record)
+    assert list(rebuilt.line.waiting()) == list(it.state.line.waiting())
+    assert rebuilt.deadlines == it.state.deadlines
+    assert rebuilt.runtimes == it.state.runtimes
+    assert rebuilt.living.keys() == it.state.living.keys()
+
+
+def test_records_of_what_ended_are_forgotten_after_a_while() -> None:
+    it = full_house(policy=Policy(keep_ended_s=100))
+    it.finish("first")
+    it.release_all()
+    it.tick(99)
+    assert "default.first" in it.state.jobs
+    it.tick(2)
+    assert it.state.jobs == {}
+    assert it.state.workloads == {}
+
+
+def test_a_launched_event_before_ready_and_after_gives_the_same_phase() -> None:
+    it = full_house()
+    record = it.workload(trainer("first"))
+    it.ready(trainer("first"))
+    launched = WorkerLaunched(
+        tenant="default", workload=record.workload, assignment=record.assignment, claim=record.claim, node="n1"
+    )
+    it.event(launched)
+    assert it.workload(trainer("first")).phase is WorkloadPhase.READY
