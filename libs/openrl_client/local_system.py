@@ -81,6 +81,7 @@ class LocalSystem:
         environment: settings of the services as ``OPEN_RL_*`` variables.
         nats_port: 0 = a free one, kept while the system runs.
         progress: gets one line per step, for a person.
+        services: which of SERVICES to run (a benchmark stands in for the launcher itself).
         settings: the same as ``environment`` by flag name: ``devices="3x6GiB"``, ``max_seats_per_claim=2``.
 
     Raises:
@@ -95,9 +96,11 @@ class LocalSystem:
         environment: Mapping[str, str] | None = None,
         nats_port: int = 0,
         progress: Progress | None = None,
+        services: tuple[str, ...] = SERVICES,
         **settings: object,
     ) -> None:
         self.home = real_home(home)
+        self._names = services
         self.node = "local"
         self._settings = {**(environment or {}), **{f"OPEN_RL_{k.upper()}": str(v) for k, v in settings.items()}}
         self.node = self._settings.setdefault("OPEN_RL_NODE_NAME", os.environ.get("OPEN_RL_NODE_NAME") or "local")
@@ -170,10 +173,11 @@ class LocalSystem:
         await asyncio.to_thread(end_leftovers, self.home)
         await self._start_nats()
         self._progress(f"nats       ready in {time.monotonic() - began:.2f} s   {self.nats_url}")
-        await self._ensure_streams()
-        for name in SERVICES:
+        # the services take longer to import than the streams to be made; one that is faster is simply started again
+        for name in self._names:
             self._services[name] = _Service(name, _free_port(), log=self.home / "logs" / f"{name}.log")
             self._spawn(self._services[name])
+        await self._ensure_streams()
         self._tasks = [asyncio.create_task(self._keep(service)) for service in self._services.values()]
         self._tasks.append(asyncio.create_task(self._keep_nats()))
 
@@ -181,7 +185,7 @@ class LocalSystem:
             await self.ready(name)
             self._progress(f"{name:<10} ready in {time.monotonic() - began:.2f} s   pid {self._services[name].pid}")
 
-        waiting = [asyncio.create_task(report(name)) for name in SERVICES]
+        waiting = [asyncio.create_task(report(name)) for name in self._names]
         try:
             await asyncio.gather(*waiting)
         finally:

@@ -170,6 +170,7 @@ class _Detached:
 
 def main() -> int:
     """The detached supervisor: reads its order from stdin, reports on stdout until ready, runs until SIGTERM."""
+    os.environ.pop(processes.SERVICE_MARK, None)  # marks this process, not what it starts
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Order)
     listening = True
 
