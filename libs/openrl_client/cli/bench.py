@@ -1,0 +1,91 @@
+"""``openrl bench``: measure the system on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from openrl_client.cli.common import machine_readable, run_async
+from openrl_common.settings import Directory, WholeNumber
+
+STORE = click.option(
+    "--store", type=Directory(), default=None, help="Directory on a disk for the store. Default: the temporary one."
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON, progress on stderr.")
+
+
+@click.group()
+def bench() -> None:
+    """Measure the system on this machine. Nothing of a running system is touched."""
+
+
+@bench.command()
+@click.option("--nodes", "num_nodes", type=WholeNumber(1), default="250", show_default=True, help="Nodes of 8 devices.")
+@click.option("--claims", "num_claims", type=WholeNumber(1), default="500", show_default=True, help="Claims seated.")
+@click.option(
+    "--jobs", "num_jobs", type=WholeNumber(2), default="1200", show_default=True, help="Jobs granted, two seats each."
+)
+@click.option("--rate", "rate_per_s", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Grants/s.")
+@click.option(
+    "--waiting", "num_waiting", type=WholeNumber(1), default="400", show_default=True, help="Workloads waiting."
+)
+@click.option(
+    "--wakes", "num_wakes", type=WholeNumber(1), default="100", show_default=True, help="Seats freed for them."
+)
+@click.option("--window", type=WholeNumber(1), default="64", show_default=True, help="Jobs unanswered when saturated.")
+@STORE
+@JSON
+def seats(as_json: bool, **parameters: Any) -> None:
+    """Seat grants: how many a second, how fast, and what they cost."""
+    from openrl_client.bench.seats import Plan, measure
+
+    report = run_async(measure(Plan(**parameters), progress=_progress))
+    _show(report, as_json)
+
+
+@bench.command()
+@STORE
+@JSON
+@click.option(
+    "--messages", "num_messages", type=WholeNumber(1), default="3000", show_default=True, help="Per measurement."
+)
+def bus(store: Path | None, as_json: bool, num_messages: int) -> None:
+    """The bus alone: publish, compare-and-swap, read, consume, ask."""
+    from openrl_client.bench.bus import measure
+
+    _show(run_async(measure(store, num_messages=num_messages, progress=_progress)), as_json)
+
+
+@bench.command("up")
+@STORE
+@JSON
+@click.option("--times", "num_times", type=WholeNumber(1), default="3", show_default=True, help="Starts.")
+def start(store: Path | None, as_json: bool, num_times: int) -> None:
+    """How long ``openrl up`` takes until everything is ready, and what memory it then holds."""
+    from openrl_client.bench.start import measure
+
+    _show(run_async(measure(store, num_times=num_times, progress=_progress)), as_json)
+
+
+def _progress(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _show(report: Any, as_json: bool) -> None:
+    click.echo(machine_readable(report, "json") if as_json else "\n".join(_lines(report)))
+
+
+def _lines(report: Any) -> list[str]:
+    import msgspec
+
+    plain = msgspec.to_builtins(report)
+    width = max(len(name) for name in plain)
+    return [f"{name:<{width}}  {_text(value)}" for name, value in plain.items()]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_text(each)}" for key, each in value.items())
+    return str(value)
