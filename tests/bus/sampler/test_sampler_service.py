@@ -1,0 +1,308 @@
+"""The sampler as a process of its own on a real nats-server: requests, weights, versions, restarts, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from sampler_support import save_full_version, save_lora_version, save_model
+
+from openrl_common import streams
+from openrl_common.bus import Bus
+from openrl_common.events import WeightsApplied, WeightsRejected
+from openrl_common.names import SHARED, sample_subject, workload_id
+from openrl_common.nats_server import NatsServer
+from openrl_common.records import (
+    JobKind,
+    JobPhase,
+    JobRecord,
+    JobSpec,
+    LeaseRecord,
+    LeaseState,
+    Role,
+    Shape,
+    WeightsRecord,
+    WorkloadPhase,
+    WorkloadRecord,
+)
+from openrl_common.wire import SAMPLE_RESULT_DECODER, SampleRequest, SampleResult, SamplingParams
+
+DEADLINE_S = 40.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "m")
+
+
+class World:
+    """The records that placement, launcher and trainer would write, a sampler process, and a client's side."""
+
+    def __init__(self, bus: Bus, url: str, home: Path, model: Path) -> None:
+        self.bus, self.url, self.home, self.model = bus, url, home, model
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.inbox = bus.new_inbox()
+        self.answers: dict[str, asyncio.Future[SampleResult]] = {}
+        self.answered: list[str] = []
+        self.runtime = ("t", "j")
+
+    async def listen(self) -> None:
+        async def on_answer(body: bytes, _headers: dict[str, str]) -> None:
+            result = SAMPLE_RESULT_DECODER.decode(body)
+            self.answered.append(result.request)
+            self.answers[result.request].set_result(result)
+
+        await self.bus.subscribe(self.inbox, on_answer)
+
+    async def workload(self, kind: JobKind, jobs: tuple[str, ...] = (), **changes: Any) -> str:
+        self.runtime = ("t", "j") if kind is JobKind.FFT else (SHARED, "lora-m")
+        tenant, owner = self.runtime
+        workload = workload_id(tenant, owner, "sampler")
+        record = WorkloadRecord(
+            workload=workload, tenant=tenant, owner=owner, owner_name=owner, kind=kind, jobs=jobs, incarnation=1,
+            shape=Shape(role=Role.SAMPLER, device_bytes=1 << 30), base_model=str(self.model),
+            phase=WorkloadPhase.PLACED, submitted_at=time.time(), max_rank=8,
+        )  # fmt: skip
+        await self.bus.store.workloads.put(workload, msgspec.structs.replace(record, **changes))
+        return workload
+
+    async def job(self, name: str, sampler: str, phase: JobPhase = JobPhase.READY) -> None:
+        record = JobRecord(
+            tenant="t", job=name, submission="s", incarnation=1,
+            spec=JobSpec(name=name, kind=JobKind.LORA, base_model=str(self.model)), phase=phase,
+            runtime_tenant=SHARED, runtime="lora-m", trainer="w", sampler=sampler, submitted_at=time.time(),
+        )  # fmt: skip
+        await self.bus.store.jobs.put(f"t.{name}", record)
+
+    async def weights(self, record: WeightsRecord) -> None:
+        await self.bus.store.weights.put(f"{record.tenant}.{record.job}", record)
+
+    async def start(self, workload: str, assignment: str, *arguments: str) -> subprocess.Popen[bytes]:
+        await self.bus.store.leases.write(assignment, LeaseRecord(state=LeaseState.STARTING), last=0)
+        environment = os.environ | {
+            "OPEN_RL_NATS_URL": self.url, "OPEN_RL_HOME": str(self.home), "OPEN_RL_WORKLOAD": workload,
+            "OPEN_RL_ASSIGNMENT": assignment, "OPEN_RL_NODE": "n1", "OPEN_RL_DEVICE_BYTES": "1GiB",
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        with (self.home / f"{assignment}.log").open("wb") as log:
+            process = subprocess.Popen(  # noqa: ASYNC220 (returns at once)
+                [sys.executable, "-m", "openrl_sampler", *arguments], env=environment, stdout=log, stderr=log
+            )
+        self.processes.append(process)
+        return process
+
+    async def ready(self, assignment: str) -> Any:
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                entry = await self.bus.store.ready.get(assignment)
+                if entry is not None and entry.value.ready:
+                    return entry.value
+                await asyncio.sleep(0.05)
+
+    async def send(self, *, job: str = "j", timeout_s: float = 30.0, body: bytes = b"", **fields: Any) -> str:
+        name = uuid.uuid4().hex
+        request = SampleRequest(
+            **{
+                "request": name, "tenant": "t", "job": job, "incarnation": 1, "prompts": [[5, 9, 13], [7, 8]],
+                "params": SamplingParams(n=2, max_tokens=6, seed=3), "deadline": time.time() + timeout_s,
+                "reply_to": self.inbox,
+            } | fields
+        )  # fmt: skip
+        self.answers[name] = asyncio.get_running_loop().create_future()
+        await self.bus.publish_raw(
+            sample_subject(*self.runtime), body or msgspec.json.encode(request), message_id=name, ttl_s=timeout_s + 1
+        )
+        return name
+
+    async def answer(self, name: str) -> SampleResult:
+        async with asyncio.timeout(DEADLINE_S):
+            return await self.answers[name]
+
+    async def sample(self, **fields: Any) -> SampleResult:
+        return await self.answer(await self.send(**fields))
+
+    async def error(self, **fields: Any) -> str:
+        result = await self.sample(**fields)
+        assert result.error is not None
+        return result.error.code
+
+    async def next_event(self, kind: type[Any]) -> Any:
+        async with asyncio.timeout(DEADLINE_S):
+            async for delivery in self.bus.tail(stream="OPENRL_EVENTS", subject="openrl.ev.sampler.>"):
+                event = delivery.event()
+                if isinstance(event, kind):
+                    return event
+
+    async def pending_messages(self) -> int:
+        info = await self.bus.jetstream.stream_info("OPENRL_SAMPLE")
+        return info.state.messages
+
+
+async def _gone(process: subprocess.Popen[bytes], within_s: float = 20.0) -> int:
+    async with asyncio.timeout(within_s):
+        while (code := process.poll()) is None:  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.02)
+    return code
+
+
+@pytest.fixture
+async def world(nats_server: NatsServer, tmp_path: Path, model: Path) -> AsyncIterator[World]:
+    bus = await Bus.connect(nats_server.url, name="test")
+    await streams.ensure(bus)
+    world = World(bus, nats_server.url, tmp_path, model)
+    await world.listen()
+    yield world
+    for process in world.processes:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+    await bus.close()
+
+
+def versions(result: SampleResult) -> set[int]:
+    assert result.error is None, result.error
+    return {version for group in result.sequences for sequence in group for version in sequence.versions}
+
+
+async def test_v5_full_job_is_served_from_base_to_new_weights_and_a_bad_version_changes_nothing(world: World) -> None:
+    """V3, V5, V8, V10: cold base, ready record with phases, update, rejection with its reason, recovery by the next."""
+    workload = await world.workload(JobKind.FFT, ("t.j",))
+    await world.start(workload, "a1")
+    record = await world.ready("a1")
+    assert [phase.name for phase in record.phases] == ["start", "imports", "load", "engine", "weights"]
+    assert record.detail == {"engine": "torch", "can_park": "false", "max_model_len": "64"}
+    cold = await world.sample()
+    assert versions(cold) == {0}
+    assert [len(group) for group in cold.sequences] == [2, 2]
+    assert (await world.sample()).sequences == cold.sequences, "the same seed gives the same tokens"
+
+    waits = await world.send(at_least=1)
+    await world.weights(save_full_version(world.home, 1))
+    assert versions(await world.answer(waits)) == {1}
+    applied = await world.next_event(WeightsApplied)
+    assert (applied.version, applied.assignment) == (1, "a1")
+
+    bad = save_full_version(world.home, 2)
+    (Path(bad.manifest).parent / "model.safetensors").write_bytes(b"short")
+    await world.weights(bad)
+    rejected = await world.next_event(WeightsRejected)
+    assert (rejected.version, "has 5 bytes" in rejected.why) == (2, True)
+    refused = await world.sample(at_least=2, timeout_s=1.5)
+    assert refused.error is not None
+    assert refused.error.code == "version-not-served"
+    assert "has 5 bytes" in refused.error.message
+    assert versions(await world.sample()) == {1}
+    await world.weights(save_full_version(world.home, 3))
+    assert versions(await world.sample(at_least=3)) == {3}
+    assert await world.error(exact=1) == "version-not-served"
+    assert versions(await world.sample(exact=3)) == {3}
+    async with asyncio.timeout(5):
+        while await world.pending_messages():  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.05)
+    phases = (await world.ready("a1")).phases
+    assert phases[-1].name == "first request"
+
+
+async def test_v10_every_bad_request_gets_its_own_code_and_harms_nobody(world: World) -> None:
+    """V10: typed errors; garbage goes to the dead letters; an expired request is neither run nor answered."""
+    workload = await world.workload(JobKind.FFT, ("t.j",), max_model_len=32)
+    await world.start(workload, "a1", "--max-waiting-requests", "4", "--max-num-seqs", "4")
+    await world.ready("a1")
+    assert await world.error(params=SamplingParams(temperature=-1.0)) == "bad-params"
+    assert await world.error(params=SamplingParams(max_tokens=31)) == "too-long"
+    assert await world.error(params=SamplingParams(max_tokens=4, stop=["x"])) == "bad-params"
+    assert await world.error(job="stranger") == "unknown-job"
+    assert await world.error(incarnation=9) == "unknown-job"
+    late = await world.send(deadline=time.time() - 1)
+    await world.send(body=b"\xff not json")
+    async with asyncio.timeout(DEADLINE_S):
+        async for delivery in world.bus.tail(stream="OPENRL_DLQ", subject="openrl.dlq.>"):
+            assert delivery.body == b"\xff not json"
+            break
+    waiting = [await world.send(at_least=5, timeout_s=6.0) for _ in range(6)]
+    codes = [result.error.code for result in await asyncio.gather(*map(world.answer, waiting)) if result.error]
+    assert sorted(codes) == ["busy"] * 2 + ["version-not-served"] * 4
+    assert versions(await world.sample()) == {0}
+    assert not world.answers[late].done()
+    assert len(world.answered) == len(set(world.answered))
+
+
+async def test_v9_lora_jobs_come_and_go_each_with_its_own_adapter(world: World) -> None:
+    """V9, V10: an adapter per job, version 0 is the base, an ended job is not served, a restart finds the newest."""
+    workload = await world.workload(JobKind.LORA)
+    await world.job("a", workload)
+    await world.weights(save_lora_version(world.home, world.model, 4, job="a"))
+    process = await world.start(workload, "a1")
+    await world.ready("a1")
+    first = await world.sample(job="a", exact=4)
+    assert versions(first) == {4}
+    await world.job("b", workload)
+    base = await world.sample(job="b")
+    assert versions(base) == {0}
+    assert base.sequences != first.sequences
+    both = [await world.send(job="a"), await world.send(job="b", at_least=1)]
+    await world.weights(save_lora_version(world.home, world.model, 1, job="b"))
+    results = await asyncio.gather(*map(world.answer, both))
+    assert [versions(result) for result in results] == [{4}, {1}]
+    assert [[s.tokens for s in group] for group in results[0].sequences] == [
+        [s.tokens for s in group] for group in first.sequences
+    ]
+    await world.job("a", workload, JobPhase.FINISHED)
+    async with asyncio.timeout(5):
+        while (
+            await world.error(job="a", params=SamplingParams(max_tokens=1), at_least=9, timeout_s=0.5) != "unknown-job"
+        ):
+            pass
+    process.kill()
+    await _gone(process)
+    await world.start(workload, "a2")
+    await world.ready("a2")
+    assert versions(await world.sample(job="b")) == {1}
+
+
+async def test_v11_a_killed_sampler_leaves_its_requests_to_the_next(world: World) -> None:
+    """V11, E6: kill -9 in the middle of generation; the request is redelivered and answered once."""
+    workload = await world.workload(JobKind.FFT, ("t.j",))
+    process = await world.start(workload, "a1")
+    await world.ready("a1")
+    name = await world.send(at_least=1)
+    await asyncio.sleep(0.3)
+    process.kill()
+    await _gone(process)
+    await world.weights(save_full_version(world.home, 1))
+    await world.start(workload, "a2")
+    assert versions(await world.answer(name)) == {1}
+
+
+async def test_e17_sigterm_finishes_what_runs_gives_back_the_rest_and_exits_0(world: World) -> None:
+    workload = await world.workload(JobKind.FFT, ("t.j",))
+    process = await world.start(workload, "a1")
+    await world.ready("a1")
+    running = await world.send(params=SamplingParams(n=64, max_tokens=50, temperature=2.0))
+    waiting = await world.send(at_least=1, timeout_s=60.0)
+    await asyncio.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert versions(await world.answer(running)) == {0}
+    assert await _gone(process) == 0
+    await world.weights(save_full_version(world.home, 1))
+    await world.start(workload, "a2")
+    assert versions(await world.answer(waiting)) == {1}
+
+
+async def test_bad_base_model_ends_the_worker_with_one_clear_line(world: World) -> None:
+    workload = await world.workload(JobKind.FFT, ("t.j",), base_model="/nowhere/model")
+    process = await world.start(workload, "a1")
+    assert await _gone(process, DEADLINE_S) == 1
+    lines = (world.home / "a1.log").read_text().splitlines()
+    assert "base model /nowhere/model has no config.json" in lines[-1]
+    assert not any("Traceback" in line for line in lines)
