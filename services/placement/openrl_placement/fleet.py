@@ -186,13 +186,22 @@ class Fleet:
         return join_refusal(record, need.shape, self.limit if limit is None else limit)
 
     def candidates(self, need: Need, *, left_out: Callable[[str], bool] | None = None) -> list[str]:
-        """P4: at most 16 claims that would take the workload, best first. ``left_out``: promised to earlier waiters."""
+        """P4: at most 16 claims that would take the workload, best first. ``left_out``: promised to earlier waiters.
+
+        The index holds what ``refusal`` lets pass but for what depends on the workload: that is looked at here.
+        """
         found: list[str] = []
         for claim in self._in_order(self._open[need.shape.role], need):
-            if self.refusal(claim, need) == "" and not (left_out is not None and left_out(claim)):
-                found.append(claim)
-                if len(found) == CANDIDATES_MAX:
-                    break
+            node = self.nodes[self.claims[claim].node]
+            if need.avoid and not need.avoid.isdisjoint((claim, node.node)):
+                continue
+            if host_refusal(node, self._host_used.get(node.node, 0), need.shape.host_bytes):
+                continue
+            if left_out is not None and left_out(claim):
+                continue
+            found.append(claim)
+            if len(found) == CANDIDATES_MAX:
+                break
         return found
 
     def _in_order(self, index: SortedList[ClaimKey], need: Need) -> Iterator[str]:

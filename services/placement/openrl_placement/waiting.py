@@ -131,8 +131,9 @@ def _request(state: State, record: WorkloadRecord, candidates: tuple[str, ...], 
     record = msgspec.structs.replace(record, attempt=record.attempt + 1)
     state.put_workload(record)
     state.requested_at[record.workload] = now
-    if record.workload in state.line:
-        state.line.promise(record.workload, candidates)
+    # A waiter is promised all it was offered. A newcomer counts for its best candidate alone: enough that a burst of
+    # submissions is spread over the claims that have room, although the view has not heard of their bookings yet.
+    state.line.promise(record.workload, candidates if record.workload in state.line else candidates[:1])
     fx.workloads[record.workload] = None
     fx.events.append(
         SeatRequested(

@@ -1,0 +1,329 @@
+"""Placement and the ledger as processes on a real nats-server; the test plays client, launcher and workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from openrl_common import streams
+from openrl_common.bus import Bus, Delivery
+from openrl_common.errors import Rejected, Unreachable
+from openrl_common.events import (
+    AnyEvent,
+    ClaimAllocated,
+    ClaimFreed,
+    ClaimRetired,
+    JobAdmitted,
+    JobCancelled,
+    JobEnded,
+    JobFailed,
+    JobFinished,
+    JobReady,
+    JobSubmitted,
+    SeatReleasing,
+    WorkerGone,
+    WorkerLaunched,
+    WorkerUnschedulable,
+)
+from openrl_common.nats_server import NatsServer
+from openrl_common.quantities import GIB
+from openrl_common.queries import (
+    CLAIMS,
+    EXPLAIN,
+    JOBS,
+    NODES,
+    WORKLOADS,
+    ClaimsAnswer,
+    ExplainAnswer,
+    ExplainQuery,
+    JobsAnswer,
+    ListQuery,
+    NodesAnswer,
+    WorkloadsAnswer,
+)
+from openrl_common.records import ClaimState, Device, JobKind, JobSpec, NodeRecord, ReadyRecord, Reason, WorkloadPhase
+
+CONFIG = {
+    "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "vocab_size": 300,
+}  # fmt: skip
+
+
+@dataclass
+class System:
+    """A running pair of services, and a launcher that is played here: devices are cut in the order of claims."""
+
+    bus: Bus
+    home: Path
+    model: str
+    environment: dict[str, str]
+    devices: list[str]
+    processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
+    seen: list[AnyEvent] = field(default_factory=list)
+    free: list[str] = field(default_factory=list)
+    pending: list[str] = field(default_factory=list)
+    cut: dict[str, str] = field(default_factory=dict)
+
+    async def start(self, service: str) -> None:
+        with (self.home / f"{service}.log").open("ab") as log:
+            self.processes[service] = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", f"openrl_{service}", env=self.environment, stdout=log, stderr=log
+            )
+
+    async def kill(self, service: str, how: signal.Signals = signal.SIGKILL) -> int:
+        process = self.processes.pop(service)
+        process.send_signal(how)
+        return await asyncio.wait_for(process.wait(), 15)
+
+    # --- client ---
+
+    async def submit(self, name: str, kind: str = "fft", submission: str = "", **fields: object) -> JobSubmitted:
+        spec = JobSpec(name=name, kind=JobKind(kind), base_model=self.model, **fields)  # type: ignore[arg-type]
+        event = JobSubmitted(tenant="default", job=name, submission=submission or f"s-{name}", spec=spec)
+        await self.bus.publish(event)
+        return event
+
+    def of(self, kind: type, job: str = "") -> list[AnyEvent]:
+        return [each for each in self.seen if isinstance(each, kind) and getattr(each, "job", job) == job]
+
+    async def until(self, condition: Callable[[], object | Awaitable[object]], within_s: float = 15.0) -> None:
+        deadline = time.monotonic() + within_s
+        while True:
+            result = condition()
+            if isinstance(result, Awaitable):
+                with contextlib.suppress(Unreachable):
+                    result = await result
+            if result is True or (result and not isinstance(result, Awaitable)):
+                return
+            assert time.monotonic() < deadline, f"not within {within_s} s; {self.logs()}"
+            await asyncio.sleep(0.02)
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-1500:] for path in sorted(self.home.glob("*.log")))
+
+    async def phase(self, workload: str) -> WorkloadPhase | None:
+        entry = await self.bus.store.workloads.get(workload)
+        return entry.value.phase if entry is not None else None
+
+    # --- launcher and workers ---
+
+    async def node(self) -> None:
+        devices = tuple(Device(device=device, memory_bytes=8 * GIB) for device in self.devices)
+        await self.bus.store.nodes.put("n1", NodeRecord(node="n1", devices=devices, host_allocatable_bytes=64 * GIB))
+        self.free = list(self.devices)
+
+    async def follow(self) -> None:
+        async for delivery in self.bus.tail(stream="OPENRL_EVENTS", subject="openrl.ev.>"):
+            await self._launch(delivery)
+
+    async def _launch(self, delivery: Delivery) -> None:
+        with contextlib.suppress(Exception):
+            event = delivery.event()
+            self.seen.append(event)
+            match event:
+                case SeatReleasing(node=node) if node:
+                    await self.bus.publish(
+                        WorkerGone(
+                            tenant=event.tenant, workload=event.workload, assignment=event.assignment,
+                            claim=event.claim, node=node,
+                        )
+                    )  # fmt: skip
+                case ClaimRetired():
+                    device = self.cut.pop(event.claim, "")
+                    self.free.extend([device] if device else [])
+                    await self.bus.publish(ClaimFreed(claim=event.claim, node="n1"))
+
+    async def serve_claims(self) -> None:
+        told: set[str] = set()
+        launched: set[str] = set()
+        mirror = await self.bus.store.ledger_claims.mirror()
+        while True:
+            waiting = sorted(
+                (entry.value.order, claim)
+                for claim, entry in mirror.entries.items()
+                if entry.value.state is ClaimState.PENDING and claim not in self.cut
+            )
+            for _, claim in waiting:
+                ((assignment, seat),) = mirror.entries[claim].value.entries.items() or ((("", None)),)
+                if seat is None:
+                    continue
+                if self.free:
+                    device = self.cut[claim] = self.free.pop()
+                    await self.bus.publish(
+                        ClaimAllocated(claim=claim, node="n1", devices=(device,), device_bytes=8 * GIB, tier="8GiB")
+                    )
+                elif claim not in told:
+                    told.add(claim)
+                    await self.bus.publish(
+                        WorkerUnschedulable(
+                            tenant=seat.tenant, workload=seat.workload, assignment=assignment, claim=claim,
+                            cause=f"all {len(self.devices)} devices are in use",
+                        )
+                    )  # fmt: skip
+            for claim, entry in list(mirror.entries.items()):
+                if entry.value.state is ClaimState.ALLOCATED:
+                    for assignment, seat in entry.value.entries.items():
+                        named = await self.bus.store.ledger_seats.get(seat.workload)
+                        if assignment not in launched and named is not None and named.value.assignment == assignment:
+                            launched.add(assignment)
+                            await self._start_worker(seat.tenant, seat.workload, assignment, claim)
+            await asyncio.sleep(0.01)
+
+    async def _start_worker(self, tenant: str, workload: str, assignment: str, claim: str) -> None:
+        await self.bus.publish(
+            WorkerLaunched(tenant=tenant, workload=workload, assignment=assignment, claim=claim, node="n1")
+        )
+        record = ReadyRecord(assignment=assignment, workload=workload, ready=True, ready_at=time.time())
+        await self.bus.store.ready.put(assignment, record)
+
+
+@contextlib.asynccontextmanager
+async def running(tmp_path: Path, *, devices: int = 2, seats: int = 2, workers: bool = True) -> AsyncIterator[System]:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    async with NatsServer(tmp_path / "nats") as server:
+        bus = await Bus.connect(server.url, name="test")
+        await streams.ensure(bus)
+        environment = {
+            **os.environ,
+            "OPEN_RL_NATS_URL": server.url,
+            "OPEN_RL_HOME": str(tmp_path),
+            "OPEN_RL_MAX_SEATS_PER_CLAIM": str(seats),
+            "OPEN_RL_TRAINER_HOST_BASE": "1GiB",
+            "OPEN_RL_SAMPLER_HOST_BASE": "1GiB",
+            "OPEN_RL_PASS_EVERY": "1s",
+            "OPEN_RL_LORA_IDLE": "2s",
+        }
+        system = System(bus, tmp_path, str(model), environment, [f"d{number}" for number in range(devices)])
+        tasks = [asyncio.create_task(system.follow())]
+        try:
+            await system.start("ledger")
+            await system.start("placement")
+            if workers:
+                await system.node()
+                tasks.append(asyncio.create_task(system.serve_claims()))
+            yield system
+        finally:
+            for service in list(system.processes):
+                await system.kill(service)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await bus.close()
+
+
+@pytest.fixture
+async def system(tmp_path: Path) -> AsyncIterator[System]:
+    async with running(tmp_path) as made:
+        yield made
+
+
+async def test_a_job_goes_from_submitted_to_ready_to_ended_and_its_claims_are_gone(system: System) -> None:
+    await system.submit("a")
+    await system.until(lambda: system.of(JobReady, "a"))
+    (row,) = (await system.bus.request(JOBS, ListQuery(), JobsAnswer)).jobs
+    assert (row.trainer_phase, row.sampler_phase) == ("Ready", "Ready")
+    claims = (await system.bus.request(CLAIMS, ListQuery(), ClaimsAnswer)).claims
+    assert sorted(seat.state for claim in claims for seat in claim.seats) == ["held", "held"]
+    (node,) = (await system.bus.request(NODES, ListQuery(), NodesAnswer)).nodes
+    assert node.devices_claimed >= 1
+    assert node.host_seats_bytes >= 2 * GIB
+    await system.bus.publish(JobFinished(tenant="default", job="a", submission="s-a"))
+    await system.until(lambda: system.of(JobEnded, "a"))
+    await system.until(lambda: len(system.free) == 2)
+    assert [event.outcome for event in system.of(JobEnded, "a")] == ["Finished"]  # type: ignore[union-attr]
+    rows = (await system.bus.request(WORKLOADS, ListQuery(), WorkloadsAnswer)).workloads
+    assert {row.record.phase for row in rows} == {WorkloadPhase.FINISHED}
+
+
+async def test_s4_a_job_beyond_the_seats_waits_with_the_limits_name_and_gets_the_freed_seat(system: System) -> None:
+    for name in ("a", "b"):
+        await system.submit(name)
+        await system.until(lambda name=name: system.of(JobReady, name))
+    await system.submit("c")
+
+    async def waits() -> bool:
+        answer = await system.bus.request(EXPLAIN, ExplainQuery(workload="c/trainer"), ExplainAnswer)
+        return answer.record.reason is Reason.WAITING_FOR_SEAT and answer.position is not None
+
+    await system.until(waits)
+    assert not system.of(JobReady, "c")
+    await system.bus.publish(JobCancelled(tenant="default", job="a", submission="s-a"))
+    await system.until(lambda: system.of(JobReady, "c"))
+    claims = (await system.bus.request(CLAIMS, ListQuery(), ClaimsAnswer)).claims
+    assert all(len(claim.seats) <= 2 and claim.seats_peak <= 2 for claim in claims)
+    entry = await system.bus.store.workloads.get("default--c--trainer")
+    assert entry is not None
+    assert entry.value.waits
+    assert all(wait.until is not None for wait in entry.value.waits)
+
+
+async def test_invariant_9_kill_of_placement_in_the_middle_loses_nothing(system: System) -> None:
+    await system.submit("a")
+    await system.until(lambda: system.of(JobReady, "a"))
+    await system.kill("placement")
+    await system.submit("b")
+    await system.bus.publish(JobFinished(tenant="default", job="a", submission="s-a"))
+    await system.start("placement")
+    await system.until(lambda: system.of(JobReady, "b") and system.of(JobEnded, "a"))
+    assert await system.kill("placement", signal.SIGTERM) == 0, "E17"
+    await system.start("placement")
+    await system.bus.publish(JobFinished(tenant="default", job="b", submission="s-b"))
+    await system.until(lambda: system.of(JobEnded, "b"))
+    await system.until(lambda: len(system.free) == 2)
+
+
+async def test_p12_lora_jobs_share_a_runtime_that_goes_when_idle(tmp_path: Path) -> None:
+    async with running(tmp_path, devices=2) as system:
+        await system.submit("a", "lora")
+        await system.submit("b", "lora")
+        await system.until(lambda: system.of(JobReady, "a") and system.of(JobReady, "b"))
+        assert len((await system.bus.request(WORKLOADS, ListQuery(), WorkloadsAnswer)).workloads) == 2
+        for name in ("a", "b"):
+            await system.bus.publish(JobFinished(tenant="default", job=name, submission=f"s-{name}"))
+            await system.until(lambda name=name: system.of(JobEnded, name))
+        await system.until(lambda: len(system.free) == 2)
+
+
+async def test_bad_input_is_answered_and_garbage_goes_to_the_dead_letters(system: System) -> None:
+    good = await system.submit("a")
+    await system.submit("a", submission="second")
+    await system.until(lambda: [e for e in system.of(JobFailed, "a") if e.code == "duplicate-name"])  # type: ignore[union-attr]
+    spec = {"name": "typo", "kind": "fft", "base_model": system.model, "learning_rat": 1}
+    body = {"type": "job.submitted.v1", "tenant": "default", "job": "typo", "submission": "t", "spec": spec}
+    await system.bus.publish_raw(
+        "openrl.ev.client.default.job.typo.submitted", json.dumps(body).encode(), message_id="typo"
+    )
+    await system.until(lambda: [e for e in system.of(JobFailed, "typo") if "learning_rat" in e.message])  # type: ignore[union-attr]
+    spec_missing = JobSpec(name="gone", kind=JobKind.FFT, base_model="/no/such/model")
+    await system.bus.publish(JobSubmitted(tenant="default", job="gone", submission="g", spec=spec_missing))
+    await system.until(lambda: [e for e in system.of(JobFailed, "gone") if e.code == "model-unreadable"])  # type: ignore[union-attr]
+    await system.bus.publish_raw("openrl.ev.client.default.job.x.finished", b"\x00garbage", message_id="garbage")
+    await system.bus.publish_raw(
+        "openrl.ev.client.other.job.a.submitted", b'{"type":"job.submitted.v1"}', message_id="empty"
+    )
+
+    async def buried() -> bool:
+        found = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                async for _ in system.bus.tail(stream="OPENRL_DLQ", subject="openrl.dlq.>"):
+                    found += 1
+        return found == 2
+
+    await system.until(buried)
+    with pytest.raises(Rejected, match="no workload"):
+        await system.bus.request(EXPLAIN, ExplainQuery(workload="nobody/trainer"), ExplainAnswer)
+    await system.bus.publish(good)
+    await system.until(lambda: len(system.of(JobAdmitted, "a")) == 1)
