@@ -65,6 +65,10 @@ class Mirror(Generic[T]):
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
+    def learn(self, entry: Entry[T]) -> None:
+        """Take in what the caller has just written or read, without waiting for the bucket to say so."""
+        self._apply(entry.key, entry)
+
     def _replace(self, listed: dict[str, Entry[T]]) -> None:
         """A fresh list: what vanished becomes a deletion, what is newer becomes a change."""
         for gone in self.entries.keys() - listed.keys():

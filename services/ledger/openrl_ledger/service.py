@@ -2,6 +2,9 @@
 
 Several replicas may run: they share one durable consumer, and every write is a compare-and-swap. The janitor runs in
 each, two sightings apart and through the same rules; that two replicas repair the same thing at once is harmless.
+
+Mirrors answer reads for which an old copy will do. What this replica writes it learns at once, so with one replica the
+first compare-and-swap lands; another replica's write makes it lose, and the core then reads from the server.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from openrl_common.bus import Bus, Delivery
 from openrl_common.errors import Conflict, Transient, UnknownOutcome
 from openrl_common.events import Event, SeatBooked, SeatRefused
 from openrl_common.service import ServiceContext, ServiceSettings, until_stopped
-from openrl_common.store import Bucket
+from openrl_common.store import Bucket, Entry, Mirror
 from openrl_ledger.core import janitor
 from openrl_ledger.core.decide import decide
 from openrl_ledger.core.ops import Contended, Emit, Environment, Lost, Pause, Read, Steps, Table, Write
@@ -33,6 +36,7 @@ SUBJECTS = [
     "openrl.ev.launcher._fleet.claim.*.*",
     "openrl.ev.launcher.*.worker.*.gone",
 ]
+_MIRRORED = (Table.CLAIMS, Table.BUDGETS, Table.NODES)
 _CONCURRENCY = 64
 _PAUSE_S = 0.002
 _PAUSE_MAX_S = 0.25
@@ -54,6 +58,16 @@ class Ledger:
             limit=limit, now=time.time, mint=lambda prefix: f"{prefix}-{secrets.token_hex(6)}"
         )
         self.on_event: list[Any] = []
+        self._mirrors: dict[Table, Mirror[Any]] = {}
+
+    async def start(self) -> None:
+        """Follow the tables whose old copies are of use. Without it every read goes to the server."""
+        for table in _MIRRORED:
+            self._mirrors[table] = await self._buckets[table].mirror()
+
+    async def close(self) -> None:
+        for mirror in self._mirrors.values():
+            await mirror.close()
 
     async def handle(self, delivery: Delivery) -> None:
         await self.drive(decide(delivery.event(), self.environment))
@@ -69,8 +83,8 @@ class Ledger:
             except Contended as error:
                 raise Transient(f"{error}: too many other writers, trying again") from error
             match step:
-                case Read(table, key):
-                    answer = await self._buckets[table].get(key)
+                case Read(table, key, old_copy):
+                    answer = await self._read(table, key, old_copy)
                 case Write(table, key, value, last):
                     answer = await self._write(table, key, value, last)
                 case Emit(event):
@@ -82,11 +96,23 @@ class Ledger:
 
     async def _write(self, table: Table, key: str, value: Any, last: int) -> int | Lost:
         try:
-            return await self._buckets[table].write(key, value, last=last)
+            revision = await self._buckets[table].write(key, value, last=last)
         except UnknownOutcome:
             return Lost.UNKNOWN
         except Conflict:
             return Lost.DEFINITE
+        if table in self._mirrors:
+            self._mirrors[table].learn(Entry(key, value, revision))
+        return revision
+
+    async def _read(self, table: Table, key: str, old_copy: bool) -> Entry[Any] | None:
+        mirror = self._mirrors.get(table)
+        if old_copy and mirror is not None and key in mirror.entries:
+            return mirror.entries[key]
+        entry = await self._buckets[table].get(key)
+        if mirror is not None and entry is not None:
+            mirror.learn(entry)
+        return entry
 
     async def _emit(self, event: Event) -> None:
         await self._bus.publish(event)
@@ -144,15 +170,19 @@ async def serve(context: ServiceContext, config: LedgerSettings) -> None:
             await ledger.handle(delivery)
 
     bound = context.require("consumer", "the ledger's consumer is not bound yet")
-    await until_stopped(
-        context.stopping,
-        context.bus.consume(
-            stream="OPENRL_EVENTS",
-            durable="ledger",
-            subjects=SUBJECTS,
-            handler=handle,
-            concurrency=_CONCURRENCY,
-            bound=bound,
-        ),
-        ledger.tidy(config.janitor_every_s, repaired),
-    )
+    await ledger.start()
+    try:
+        await until_stopped(
+            context.stopping,
+            context.bus.consume(
+                stream="OPENRL_EVENTS",
+                durable="ledger",
+                subjects=SUBJECTS,
+                handler=handle,
+                concurrency=_CONCURRENCY,
+                bound=bound,
+            ),
+            ledger.tidy(config.janitor_every_s, repaired),
+        )
+    finally:
+        await ledger.close()

@@ -324,3 +324,18 @@ def test_a_redelivered_worker_gone_publishes_again_what_a_crash_swallowed(world:
     world.crash(handler)
     world.settle()
     assert any(isinstance(event, SeatReleased) for event in world.published[published:])
+
+
+def test_an_old_copy_of_a_claim_neither_refuses_a_freed_seat_nor_seats_over_the_limit(world: World) -> None:
+    """S2: a copy that lags may lead to a compare-and-swap, never to a refusal or past the limit (world's limit: 2)."""
+    first = founded(world, "w1")
+    second = booked(world, request("w2", first.claim))
+    for copies_behind in (1, 2, 3):
+        full = world.deliver(request("w3", first.claim, found=False, attempt=copies_behind))
+        world.finish(full, lag=copies_behind)
+        assert isinstance(world.published[-1], SeatRefused)
+    world.handle(release("w2", second.assignment))
+    world.handle(gone(second))
+    world.finish(world.deliver(request("w4", first.claim, found=False)), lag=1)
+    assert isinstance(world.published[-1], SeatBooked)
+    assert len(world.claims()[first.claim].entries) == 2

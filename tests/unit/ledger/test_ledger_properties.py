@@ -76,13 +76,13 @@ class LedgerUnderFire(RuleBasedStateMachine):
         if self.past:
             self.world.deliver(self.past[choice % len(self.past)])
 
-    @rule(choice=small, count=st.integers(1, 12), lose_answer=st.booleans())
-    def advance(self, choice: int, count: int, lose_answer: bool) -> None:
+    @rule(choice=small, count=st.integers(1, 12), lose_answer=st.booleans(), lag=st.integers(0, 3))
+    def advance(self, choice: int, count: int, lose_answer: bool, lag: int) -> None:
         if self.world.handlers:
             handler = self.world.handlers[choice % len(self.world.handlers)]
             for _ in range(count):
                 if not handler.done:
-                    self.world.step(handler, lose_answer=lose_answer)
+                    self.world.step(handler, lose_answer=lose_answer, lag=lag)
                     lose_answer = False
 
     @rule(choice=small)

@@ -1,7 +1,8 @@
 """A world for the ledger's rules: tables in memory, handlers that take one step at a time, invariants on every write.
 
 What it can do to a handler is what really happens: stall it anywhere, kill it between any two steps (its event is then
-delivered again), let a write land while its answer is lost and another writer overwrites it.
+delivered again), let a write land while its answer is lost and another writer overwrites it, show it an old copy where
+the rule allows one.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class World:
     def __init__(self, *, limit: int, devices: int, host_gib: int) -> None:
         self.limit = limit
         self.tables: dict[Table, dict[str, Entry[Any]]] = {table: {} for table in Table}
+        self.history: dict[tuple[Table, str], list[Entry[Any]]] = {}
         self.revision = 0
         self.published: list[Event] = []
         self.handlers: list[Handler] = []
@@ -66,6 +68,7 @@ class World:
     def put(self, table: Table, key: str, value: Any) -> int:
         self.revision += 1
         self.tables[table][key] = Entry(key, value, self.revision)
+        self.history.setdefault((table, key), []).append(self.tables[table][key])
         return self.revision
 
     def write(self, step: Write) -> int | Lost:
@@ -124,11 +127,15 @@ class World:
             self.handlers.append(handler)
         return handler
 
-    def step(self, handler: Handler, *, lose_answer: bool = False) -> None:
+    def step(self, handler: Handler, *, lose_answer: bool = False, lag: int = 0) -> None:
+        """Take one step. ``lag``: by how many revisions of its key an old copy is behind, where one will do."""
         step = handler.pending
         answer: Any = None
         if isinstance(step, Read):
             answer = self.tables[step.table].get(step.key)
+            if step.old_copy and lag and answer is not None:
+                copies = self.history[step.table, step.key]
+                answer = copies[max(0, len(copies) - 1 - lag)]
         elif isinstance(step, Write):
             answer = self.write(step)
             if lose_answer and isinstance(answer, int) and step.table is not Table.LEASES:
@@ -145,9 +152,9 @@ class World:
             if handler in self.handlers:
                 self.handlers.remove(handler)
 
-    def finish(self, handler: Handler) -> None:
+    def finish(self, handler: Handler, *, lag: int = 0) -> None:
         while not handler.done:
-            self.step(handler)
+            self.step(handler, lag=lag)
 
     def handle(self, event: Event) -> list[Event]:
         """Deliver one event and run it to its end; returns what it published."""

@@ -95,7 +95,7 @@ def _settle_without_booking(request: SeatRequested, seat: SeatRecord, environmen
         if claim.state is ClaimState.PENDING:
             return _Step.BOOK
         yield _refused(request, "started", "its own claim was allocated meanwhile")
-    yield _booked(request, seat.assignment, seat.claim, claim, founded=False, refusals={})
+    yield _booked(request, seat.assignment, seat.claim, claim.node, founded=False, refusals={})
     return _Step.ANSWERED
 
 
@@ -126,7 +126,7 @@ def _book_from(request: SeatRequested, seat: SeatRecord, revision: int, environm
     moving = seat.state is SeatState.HELD
     refusals: dict[str, str] = {}
     for claim_id in request.candidates:
-        assignment, why = yield from _reserve(request, claim_id, environment)
+        assignment, why, node = yield from _reserve(request, claim_id, environment)
         if not assignment:
             refusals[claim_id] = why
             continue
@@ -138,8 +138,7 @@ def _book_from(request: SeatRequested, seat: SeatRecord, revision: int, environm
             return False
         if moving:
             yield from _retire_own(seat.claim, request.move_from)
-        claim, _ = yield from read_claim(claim_id)
-        yield _booked(request, assignment, claim_id, claim, founded=False, refusals=refusals)
+        yield _booked(request, assignment, claim_id, node, founded=False, refusals=refusals)
         return True
     if request.may_found and request.tiers and not moving:
         return (yield from _found(request, seat, revision, environment, refusals))
@@ -147,33 +146,41 @@ def _book_from(request: SeatRequested, seat: SeatRecord, revision: int, environm
     return True
 
 
-def _reserve(request: SeatRequested, claim_id: str, environment: Environment) -> Steps[tuple[str, str]]:
-    """Reserve on the node, then on the claim, under a fresh assignment id. ("", why) when refused.
+def _reserve(request: SeatRequested, claim_id: str, environment: Environment) -> Steps[tuple[str, str, str]]:
+    """Reserve on the node, then on the claim, under a fresh assignment id: (id, "", node), or ("", why, "") refused.
 
     The id is kept only across definite conflicts on this claim: after an unknown outcome that is not listed the
     reservation may have been cleaned by another replica already, and naming a cleaned one would seat a ghost.
     """
     for _ in range(TRIES_MAX):
-        claim, _revision = yield from read_claim(claim_id)
-        if claim is None:
-            return "", "there is no such claim"
-        refusal = join_refusal(claim, request.shape, environment.limit)
-        if refusal:
-            return "", refusal
+        claim, _revision, refusal = yield from _read_joinable(claim_id, request.shape, environment)
+        if claim is None or refusal:
+            return "", refusal, ""
         assignment = environment.mint("a")
         node_entry = NodeEntry(workload=request.workload, claim=claim_id, host_bytes=request.shape.host_bytes)
         why = yield from add_node_entry(claim.node, assignment, node_entry)
         if why is not None:
-            return "", why
+            return "", why, ""
         verdict = yield from _list_on_claim(claim_id, assignment, _entry(request, environment), request, environment)
         if verdict == "":
-            return assignment, ""
+            return assignment, "", claim.node
         if verdict is None:
             yield from releasing.clean(request.workload, assignment, claim_id)
             continue
         yield from drop_node_entry(claim.node, assignment)
-        return "", verdict
+        return "", verdict, ""
     raise Contended(f"claim {claim_id}")
+
+
+def _read_joinable(claim_id: str, shape: Shape, environment: Environment) -> Steps[tuple[ClaimRecord | None, int, str]]:
+    """The claim, its revision and why ``shape`` may not join it. An old copy may say yes (a CAS follows), never no."""
+    claim, revision, refusal = None, 0, ""
+    for old_copy in (True, False):
+        claim, revision = yield from read_claim(claim_id, old_copy=old_copy)
+        refusal = "there is no such claim" if claim is None else join_refusal(claim, shape, environment.limit)
+        if not refusal:
+            break
+    return claim, revision, refusal
 
 
 def _list_on_claim(
@@ -181,12 +188,15 @@ def _list_on_claim(
 ) -> Steps[str | None]:
     """Add the entry by CAS, every rule re-checked on what is replaced (S2). "" listed, text refused, None unknown."""
     for tries in range(TRIES_MAX):
-        claim, revision = yield from read_claim(claim_id)
+        if tries == 0:
+            claim, revision, refusal = yield from _read_joinable(claim_id, request.shape, environment)
+        else:
+            claim, revision = yield from read_claim(claim_id)
+            refusal = "" if claim is None else join_refusal(claim, request.shape, environment.limit)
         if claim is None:
             return "there is no such claim"
         if assignment in claim.entries:
             return ""
-        refusal = join_refusal(claim, request.shape, environment.limit)
         if refusal:
             return refusal
         entries = {**claim.entries, assignment: entry}
@@ -222,7 +232,7 @@ def _found(
         return False
     if not (yield from _name(request, seat, revision, assignment, claim_id)):
         return False
-    yield _booked(request, assignment, claim_id, claim, founded=True, refusals=refusals)
+    yield _booked(request, assignment, claim_id, "", founded=True, refusals=refusals)
     return True
 
 
@@ -315,8 +325,10 @@ def _swap(
 def allocate(claim_id: str, node: str, devices: tuple[str, ...], device_bytes: int) -> Steps[None]:
     """ClaimAllocated (L5): reserve the founder's host memory, then pending → allocated. Over budget: retire it."""
     for tries in range(TRIES_MAX):
-        claim, revision = yield from read_claim(claim_id)
+        claim, revision = yield from read_claim(claim_id, old_copy=tries == 0)
         if claim is None or claim.state is not ClaimState.PENDING or not claim.entries:
+            if tries == 0:
+                continue
             return
         ((assignment, entry),) = claim.entries.items()
         node_entry = NodeEntry(workload=entry.workload, claim=claim_id, host_bytes=entry.host_bytes)
@@ -359,7 +371,7 @@ def _booked(
     request: SeatRequested,
     assignment: str,
     claim_id: str,
-    claim: ClaimRecord | None,
+    node: str,
     *,
     founded: bool,
     refusals: dict[str, str],
@@ -372,7 +384,7 @@ def _booked(
             assignment=assignment,
             claim=claim_id,
             founded=founded,
-            node="" if claim is None else claim.node,
+            node=node,
             attempt=request.attempt,
             refusals=refusals,
         )

@@ -49,8 +49,15 @@ class Lost(Enum):
 
 @dataclass(frozen=True)
 class Read:
+    """``old_copy``: a copy that may lag will do, because a compare-and-swap from its revision follows.
+
+    Such a copy may only lead to a write. Whatever ends a rule without one (a refusal, "it is there already") is read
+    again without it: another replica's write may be on its way here.
+    """
+
     table: Table
     key: str
+    old_copy: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,18 +109,18 @@ def read_seat(workload: str) -> Steps[tuple[SeatRecord, int]]:
     return (SeatRecord(), 0) if entry is None else (entry.value, entry.revision)
 
 
-def read_claim(claim: str) -> Steps[tuple[ClaimRecord | None, int]]:
-    entry = yield Read(Table.CLAIMS, claim)
+def read_claim(claim: str, *, old_copy: bool = False) -> Steps[tuple[ClaimRecord | None, int]]:
+    entry = yield Read(Table.CLAIMS, claim, old_copy)
     return (None, 0) if entry is None else (entry.value, entry.revision)
 
 
-def read_budget(node: str) -> Steps[tuple[NodeBudget, int]]:
-    entry = yield Read(Table.BUDGETS, node)
+def read_budget(node: str, *, old_copy: bool = False) -> Steps[tuple[NodeBudget, int]]:
+    entry = yield Read(Table.BUDGETS, node, old_copy)
     return (NodeBudget(), 0) if entry is None else (entry.value, entry.revision)
 
 
-def read_node(node: str) -> Steps[NodeRecord | None]:
-    entry = yield Read(Table.NODES, node)
+def read_node(node: str, *, old_copy: bool = False) -> Steps[NodeRecord | None]:
+    entry = yield Read(Table.NODES, node, old_copy)
     return None if entry is None else entry.value
 
 
@@ -158,16 +165,20 @@ def add_node_entry(node: str, assignment: str, entry: NodeEntry, *, without: str
 
     ``without``: an assignment whose memory is about to be given back and does not count (S3).
     """
+    old_copy = True
     for tries in range(TRIES_MAX):
-        budget, revision = yield from read_budget(node)
-        if assignment in budget.entries:
-            return None
-        inventory = yield from read_node(node)
-        if inventory is not None:
+        budget, revision = yield from read_budget(node, old_copy=old_copy)
+        there = assignment in budget.entries
+        inventory = yield from read_node(node, old_copy=old_copy)
+        refusal = ""
+        if inventory is not None and not there:
             promised = sum(other.host_bytes for key, other in budget.entries.items() if key != without)
             refusal = host_refusal(inventory, promised, entry.host_bytes)
-            if refusal:
-                return refusal
+        was_old, old_copy = old_copy, False
+        if there or refusal:
+            if was_old:
+                continue
+            return refusal or None
         changed = NodeBudget(entries={**budget.entries, assignment: entry})
         landed = yield Write(Table.BUDGETS, node, changed, revision)
         if isinstance(landed, int):
