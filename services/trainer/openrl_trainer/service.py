@@ -50,21 +50,23 @@ class TrainerSettings(WorkerSettings):
 async def serve(context: WorkerContext, config: TrainerSettings) -> None:
     """The main of a trainer worker: start, then serve until stopped."""
     loaded = context.service.require("model", "the model is loading")
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch") as thread:
-        trainer = Trainer(context, config, thread)
-        starting = asyncio.ensure_future(trainer.start())
-        stopping = asyncio.ensure_future(context.stopping.wait())
-        try:
-            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                starting.cancel()
-                return
-            starting.result()
-            loaded.set()
-            await trainer.run()
-        finally:
-            stopping.cancel()
-            await trainer.close()
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch")
+    trainer = Trainer(context, config, thread)
+    starting = asyncio.ensure_future(trainer.start())
+    stopping = asyncio.ensure_future(context.stopping.wait())
+    try:
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            return
+        starting.result()
+        loaded.set()
+        await trainer.run()
+    finally:
+        stopping.cancel()
+        await trainer.close()
+        # An import or a load in the thread cannot be interrupted, and nothing of it is worth waiting for.
+        thread.shutdown(wait=False, cancel_futures=True)
 
 
 class Trainer:

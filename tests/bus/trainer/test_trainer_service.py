@@ -296,3 +296,19 @@ async def test_a_base_model_that_is_not_there_ends_the_process_with_one_clear_li
     last = (world.home / "a1.log").read_text().strip().splitlines()[-1]
     assert str(world.model) in last
     assert "no directory here" in last
+
+
+@pytest.mark.slow
+async def test_a_stop_while_the_model_loads_ends_the_process_at_once_E17(world: World) -> None:
+    workload = await world.workload(JobKind.FFT, "tune")
+    process = await world.start(workload, "a1")
+
+    async def live() -> bool:
+        entry = await world.bus.store.leases.get("a1")
+        return entry is not None and entry.value.state is LeaseState.LIVE
+
+    await until(live)
+    process.send_signal(signal.SIGTERM)
+    started = time.monotonic()
+    assert await asyncio.to_thread(process.wait, 20) == 0
+    assert time.monotonic() - started < 8
