@@ -47,7 +47,7 @@ from openrl_common.wire import (
     TrainResult,
 )
 
-DEADLINE_S = 40.0
+DEADLINE_S = 60.0
 DATA = [Datum(tokens=[1, 2, 3, 4, 5, 6]), Datum(tokens=[7, 8, 9], weights=[0.0, 1.0, 0.5])]
 
 
@@ -165,7 +165,7 @@ def save(seq: int) -> SaveWeights:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 async def test_a_log_is_applied_once_in_order_and_survives_kill_9_bit_for_bit_R4_R5_R6_E17(world: World) -> None:
     workload = await world.workload(JobKind.FFT, "tune")
     await world.job("tune", JobKind.FFT, workload)
@@ -239,7 +239,7 @@ async def test_a_log_is_applied_once_in_order_and_survives_kill_9_bit_for_bit_R4
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 async def test_lora_jobs_come_and_go_and_one_that_cannot_be_trained_harms_nobody_R9_R10(
     world: World, nats_server: NatsServer
 ) -> None:
