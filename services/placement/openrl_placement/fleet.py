@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 
 from sortedcontainers import SortedList
 
@@ -185,23 +186,41 @@ class Fleet:
             return problem
         return join_refusal(record, need.shape, self.limit if limit is None else limit)
 
-    def candidates(self, need: Need, *, left_out: Callable[[str], bool] | None = None) -> list[str]:
-        """P4: at most 16 claims that would take the workload, best first. ``left_out``: promised to earlier waiters.
+    def candidates(
+        self,
+        need: Need,
+        *,
+        left_out: Callable[[str], bool] | None = None,
+        aimed: Callable[[str], int] | None = None,
+    ) -> list[str]:
+        """P4: at most 16 claims that would take the workload, best first.
 
-        The index holds what ``refusal`` lets pass but for what depends on the workload: that is looked at here.
+        Args:
+            left_out: promised to earlier waiters.
+            aimed: requests under way that try this claim first. Among devices of one size such claims come last: each
+                request is about to add an owner there, and two that meet on one claim make each other start over.
         """
         found: list[str] = []
+        crowded: list[tuple[int, str]] = []
+        size = -1
+
+        def take(claim: str) -> bool:
+            if self.refusal(claim, need) == "" and not (left_out is not None and left_out(claim)):
+                found.append(claim)
+            return len(found) == CANDIDATES_MAX
+
         for claim in self._in_order(self._open[need.shape.role], need):
-            node = self.nodes[self.claims[claim].node]
-            if need.avoid and not need.avoid.isdisjoint((claim, node.node)):
-                continue
-            if host_refusal(node, self._host_used.get(node.node, 0), need.shape.host_bytes):
-                continue
-            if left_out is not None and left_out(claim):
-                continue
-            found.append(claim)
-            if len(found) == CANDIDATES_MAX:
-                break
+            record = self.claims[claim]
+            if record.device_bytes != size:
+                if any(take(each) for _, each in sorted(crowded, key=itemgetter(0))):
+                    return found
+                size, crowded = record.device_bytes, []
+            under_way = aimed(claim) if aimed is not None else 0
+            if under_way:
+                crowded.append((under_way, claim))
+            elif take(claim):
+                return found
+        any(take(each) for _, each in sorted(crowded, key=itemgetter(0)))
         return found
 
     def _in_order(self, index: SortedList[ClaimKey], need: Need) -> Iterator[str]:

@@ -4,8 +4,8 @@ Waiters are grouped by what they need, because a freed seat fits all of a group 
 heads of the few groups that fit instead of walking thousands of waiters. A claim offered to a waiter is promised to
 it until that waiter is settled, so that nothing an earlier waiter could use goes to a later one.
 
-Invariants: a workload stands in the line at most once; promises exist only for workloads with a request under way, and
-``promised(claim)`` equals the number of workloads that hold one.
+Invariants: a workload stands in the line at most once; promises and aims exist only for workloads with a request under
+way, and ``promised(claim)`` equals the number of workloads that hold one.
 
 Not here: who waits and why (the records), whether something fits (``fleet``).
 """
@@ -42,6 +42,8 @@ class Line:
         self._where: dict[str, tuple[Place, Group]] = {}
         self._promises: dict[str, tuple[str, ...]] = {}
         self._promised: Counter[str] = Counter()
+        self._aims: dict[str, str] = {}
+        self._aimed: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._all)
@@ -92,11 +94,29 @@ class Line:
         self._promises[workload] = claims
         self._promised.update(claims)
 
+    def aim(self, workload: str, claim: str) -> None:
+        """A request is under way, of a waiter or not, whose first candidate is ``claim``."""
+        self._unaim(workload)
+        self._aims[workload] = claim
+        self._aimed[claim] += 1
+
+    def aimed(self, claim: str) -> int:
+        """Requests under way that try this claim first: later ones do better elsewhere (E11)."""
+        return self._aimed[claim]
+
+    def _unaim(self, workload: str) -> None:
+        claim = self._aims.pop(workload, None)
+        if claim is not None:
+            self._aimed[claim] -= 1
+            if self._aimed[claim] <= 0:
+                del self._aimed[claim]
+
     def busy(self, workload: str) -> bool:
         return workload in self._promises
 
     def settle(self, workload: str) -> tuple[str, ...]:
         """The request was answered: give back what was promised."""
+        self._unaim(workload)
         claims = self._promises.pop(workload, ())
         for claim in claims:
             self._promised[claim] -= 1

@@ -35,7 +35,7 @@ def ask(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
     tiers = state.fleet.tiers(record.shape)
     candidates: list[str] = []
     if state.policy.strategy == "binpack" or not tiers or waits(record):
-        candidates = state.fleet.candidates(wanted, left_out=_promised_away(state))
+        candidates = state.fleet.candidates(wanted, left_out=_promised_away(state), aimed=state.line.aimed)
     if candidates or tiers:
         _request(state, record, tuple(candidates), now, fx)
     else:
@@ -79,7 +79,7 @@ def wake_claim(state: State, claim: str, now: float, fx: Effects) -> None:
             continue
         candidates = [
             each
-            for each in state.fleet.candidates(wanted, left_out=_promised_away(state))
+            for each in state.fleet.candidates(wanted, left_out=_promised_away(state), aimed=state.line.aimed)
             if state.refused_at.get(workload, {}).get(each) != signature(state, each)
         ]
         if claim not in candidates:
@@ -158,7 +158,13 @@ def repeat_request(state: State, record: WorkloadRecord, now: float, fx: Effects
     record = msgspec.structs.replace(record, attempt=record.attempt - 1)
     state.put_workload(record)
     wanted = need(record, now)
-    _request(state, record, tuple(state.fleet.candidates(wanted, left_out=_promised_away(state))), now, fx)
+    _request(
+        state,
+        record,
+        tuple(state.fleet.candidates(wanted, left_out=_promised_away(state), aimed=state.line.aimed)),
+        now,
+        fx,
+    )
 
 
 def _promised_away(state: State) -> Callable[[str], bool]:
