@@ -74,14 +74,15 @@ async def _get(
                     click.echo(text)
                     shown = {text}
             else:
-                lines = render(kind, rows, output, with_header=first and not no_headers).splitlines()
+                with_header = first and not no_headers and bool(rows)
+                lines = render(kind, rows, output, with_header=with_header).splitlines()
                 for line in lines:
                     if line not in shown:
                         click.echo(line)
                 shown = set(lines)
                 if first and not rows and output != "name":
                     click.echo(f"no {kind}", err=True)
-            first = False
+                first = first and not rows
             if not watch:
                 return
             await asyncio.sleep(WATCH_INTERVAL_S)

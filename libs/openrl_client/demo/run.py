@@ -216,7 +216,7 @@ class Demo:
         if phase != "done":
             state.begin(phase, self._now)
         state.step = ""
-        if reward is not None:
+        if reward is not None and phase != "evaluate":
             state.reward = f"{state.reward} → {reward:.3f}".removeprefix(" → ")
 
     def _on_step(self, state: JobState, line: dict[str, Any]) -> None:

@@ -119,6 +119,9 @@ def main(out: Path, pairs: Path | None, steps: int, seed: int) -> None:
     """Write a tiny model and its tokenizer to OUT."""
     if out.exists():
         raise click.UsageError(f"{str(out)!r} exists already: choose another directory or remove it")
+    import torch
+
+    torch.set_num_threads(1)  # nothing here is large enough for two, and on busy cores they wait for each other
     tokenizer = make_tokenizer()
     model = make_model(seed, len(tokenizer))
     if pairs is not None:
