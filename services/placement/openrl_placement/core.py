@@ -48,6 +48,9 @@ from openrl_placement.jobs import closed
 from openrl_placement.state import Effects, State, alive, ended, need, placed, with_reason, without_reason
 from openrl_placement.waiting import ask, join_line, note_refusals, settle, wake_claim, wake_seatless
 
+SWEEP_AFTER_S = 5.0
+"""Nodes of one fleet come in one after the other: only after this is an early submission called impossible."""
+
 
 def decide(state: State, event: AnyEvent, now: float) -> Effects:
     """What follows from an event (JobSubmitted aside: ``jobs.submitted``); nothing when it concerns nobody here."""
@@ -302,7 +305,7 @@ def node_changed(state: State, node: str, record: NodeRecord | None, now: float)
     if not state.fleet.set_node(node, record) or not len(state.line):
         return fx
     if not was_known:
-        _fail_impossible(state, now, fx)
+        state.sweep_at = now + SWEEP_AFTER_S
     for claim in state.fleet.claims_on(node):
         wake_claim(state, claim, now, fx)
     wake_seatless(state, now, fx)
@@ -358,8 +361,9 @@ def _became_ready(state: State, record: WorkloadRecord, now: float, fx: Effects)
     job_ready(state, record, now, fx)
 
 
-def _fail_impossible(state: State, now: float, fx: Effects) -> None:
-    """The first node is known: what even it could never hold is told now (W4)."""
+def fail_impossible(state: State, now: float, fx: Effects) -> None:
+    """W4 for those who waited for a fleet: what no node of it could ever hold is told once the nodes have come in."""
+    state.sweep_at = None
     for group in state.line.groups():
         if sentence := state.fleet.impossible(group.shape):
             for workload in state.line.waiting(group.__eq__):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from openrl_common.names import short_workload
 from openrl_common.quantities import format_seconds
 from openrl_common.records import ClaimState, Reason, SeatState, WorkloadPhase, WorkloadRecord
-from openrl_placement.core import booked, claim_changed, ready_is_due, seat_is_over, seat_lost
+from openrl_placement.core import booked, claim_changed, fail_impossible, ready_is_due, seat_is_over, seat_lost
 from openrl_placement.endings import fail_workload, gone, release, runtime_idle
 from openrl_placement.state import Effects, State, alive, placed, waits
 from openrl_placement.waiting import ask, join_line, repeat_request, settle, wake_seatless
@@ -25,6 +25,8 @@ _REASONS_MAX = 256
 def tick(state: State, now: float) -> Effects:
     """Do what is due by now."""
     fx = Effects()
+    if state.sweep_at is not None and state.sweep_at <= now:
+        fail_impossible(state, now, fx)
     while state.deadlines and state.deadlines[0][0] <= now:
         _, workload = state.deadlines[0]
         _deadline_passed(state, state.workloads[workload], now, fx)

@@ -196,13 +196,17 @@ class Placement:
     async def start(self) -> None:
         """Rebuild the state from the buckets; from here on the mirrors keep it current."""
         store = self._bus.store
+        self._mirrors = [
+            await store.nodes.mirror(on_change=self._follow(core.node_changed)),
+            await store.ledger_nodes.mirror(on_change=self._follow(core.budget_changed)),
+        ]
         for entry in (await store.jobs.list()).values():
             self.state.put_job(entry.value)
         for workload in (await store.workloads.list()).values():
             self.state.put_workload(workload.value)
-        self._mirrors = [
-            await store.nodes.mirror(on_change=self._follow(core.node_changed)),
-            await store.ledger_nodes.mirror(on_change=self._follow(core.budget_changed)),
+        if self.state.fleet.known:
+            self.state.sweep_at = time.time() + core.SWEEP_AFTER_S
+        self._mirrors += [
             await store.ledger_seats.mirror(on_change=self._follow(core.seat_changed)),
             await store.ledger_claims.mirror(on_change=self._follow(core.claim_changed)),
             await store.ready.mirror(on_change=self._follow(core.ready_changed)),
@@ -257,7 +261,8 @@ class Placement:
         """Deadlines every second, the repairing pass every ``pass_every_s``."""
         next_pass = time.monotonic() + self._config.pass_every_s
         while not self._bus.stopping.is_set():
-            effects = tick(self.state, time.time())
+            # Cut off from the bus, the view is old: no deadline passes and nothing is repaired until it is back.
+            effects = tick(self.state, time.time()) if self._bus.connected else Effects()
             if time.monotonic() >= next_pass and self._bus.connected:
                 effects.add(self._pass.rederive(self.state, time.time()))
                 next_pass = time.monotonic() + self._config.pass_every_s

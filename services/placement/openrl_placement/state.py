@@ -103,6 +103,7 @@ class State:
         self.seats: dict[str, SeatRecord] = {}
         self.ready: dict[str, bool] = {}
         self.requested_at: dict[str, float] = {}
+        self.sweep_at: float | None = None
         self.refused_at: defaultdict[str, dict[str, Signature]] = defaultdict(dict)
         self._released: OrderedDict[str, None] = OrderedDict()
         self._early: OrderedDict[str, list[AnyEvent]] = OrderedDict()

@@ -101,8 +101,10 @@ class System:
         while True:
             result = condition()
             if isinstance(result, Awaitable):
-                with contextlib.suppress(Unreachable):
+                try:
                     result = await result
+                except (Unreachable, Rejected):
+                    result = False
             if result is True or (result and not isinstance(result, Awaitable)):
                 return
             assert time.monotonic() < deadline, f"not within {within_s} s; {self.logs()}"

@@ -249,6 +249,9 @@ def test_w4_an_empty_fleet_is_a_wait_and_the_first_node_ends_it_or_says_impossib
     assert it.workload(trainer("a")).reason is Reason.WAITING_FOR_DEVICE
     it.node(node())
     assert {request.workload for request in it.take(SeatRequested)} == {trainer("a"), sampler("a")}
+    it.tick(4)
+    assert it.take(JobFailed) == [], "a larger node may be on its way"
+    it.tick(2)
     (failed,) = it.take(JobFailed)
     assert (failed.job, failed.code) == ("huge", "impossible")
     assert {ended.job for ended in it.take(JobEnded)} == {"huge"}
