@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 
 import click
@@ -49,7 +48,7 @@ SAMPLER_SETTINGS = (
 @settings.settings(*WORKER_SETTINGS, *SAMPLER_SETTINGS)
 def main(**parameters: object) -> None:
     config = settings.from_parameters(SamplerSettings, parameters)
-    sys.exit(run_worker("sampler", config, partial(serve, config=config)))
+    run_worker("sampler", config, partial(serve, config=config))
 
 
 if __name__ == "__main__":

@@ -194,3 +194,31 @@ def test_v5_base_of_a_lora_runtime_serves_version_0(
     full = generate(new_engine(), PROMPTS, max_tokens=8)
     assert [g[0].tokens for g in lora.sequences] == [g[0].tokens for g in full.sequences]
     assert lora.sequences[0][0].versions[0] == 0
+
+
+def test_v10_completion_ends_at_a_stop_string_of_the_real_tokenizer(
+    new_engine: Callable[..., Any],
+    generate: Callable[..., Any],
+    save_tiny_model: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """V10: found across token borders; the completion is the seeded one, cut after the token that completes it."""
+    import tokenizers
+    import transformers
+
+    path = save_tiny_model(tmp_path / "m")
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456"
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {letter: index + 2 for index, letter in enumerate(letters)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges=[]))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(str(path))
+    engine = new_engine(path)
+    free = generate(engine, [[5, 9]], max_tokens=30, seed=4).sequences[0][0]
+    text = "".join(letters[token - 2] for token in free.tokens[4:6])
+    call = GenerateCall(
+        request="s", job="t.j.1", prompts=[[5, 9]], params=SamplingParams(max_tokens=30, stop=["??", text]), seed=4
+    )
+    engine.check(call)
+    stopped = generate(engine, [[5, 9]], max_tokens=30, seed=4, stop=["??", text]).sequences[0][0]
+    assert stopped.tokens == free.tokens[:6]
+    assert stopped.finish_reason == "stop"
