@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 
 import click
@@ -37,7 +36,7 @@ TRAINER_SETTINGS = (
 @settings.settings(*WORKER_SETTINGS, *TRAINER_SETTINGS)
 def main(**parameters: object) -> None:
     config = settings.from_parameters(TrainerSettings, parameters)
-    sys.exit(run_worker("trainer", config, partial(serve, config=config)))
+    run_worker("trainer", config, partial(serve, config=config))
 
 
 if __name__ == "__main__":

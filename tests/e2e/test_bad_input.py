@@ -1,0 +1,123 @@
+"""One clear line for every mistake (what, which value, what to do), its exit code, nothing half-started (C5)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from e2e.conftest import SETTINGS
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    home = tmp_path_factory.mktemp("up")
+    done = openrl(home, "up")
+    assert done.returncode == 0, done.stderr
+    yield home
+    assert openrl(home, "down").returncode == 0
+
+
+def openrl(home: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(Path(sys.executable).parent / "openrl"), *arguments],
+        env={**os.environ, **SETTINGS, "OPEN_RL_HOME": str(home), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def one_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    assert len(lines) == 1, text
+    assert "Traceback" not in text
+    return lines[0]
+
+
+def seats_and_jobs(home: Path) -> tuple[int, int]:
+    """How many claims hold a seat and how many jobs have not ended."""
+    claims = [row["record"] for row in json.loads(openrl(home, "get", "claims", "-o", "json").stdout)]
+    jobs = [row["record"] for row in json.loads(openrl(home, "get", "jobs", "-o", "json").stdout)]
+    seated = [claim for claim in claims if claim.get("entries")]
+    return len(seated), len([job for job in jobs if job["phase"] not in ("Failed", "Cancelled", "Finished")])
+
+
+def test_a_model_that_does_not_exist_is_refused_by_path(home: Path) -> None:
+    done = openrl(home, "submit", "--name", "a", "--kind", "fft", "--model", "/no/such/model")
+    assert done.returncode == 1
+    assert "/no/such/model" in one_line(done.stderr)
+    assert seats_and_jobs(home) == (0, 0)
+
+
+def test_an_unreadable_config_is_refused_with_what_is_missing(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "hidden_size": 64}')
+    done = openrl(home, "submit", "--name", "a", "--kind", "fft", "--model", str(tmp_path))
+    assert done.returncode == 1
+    line = one_line(done.stderr)
+    assert str(tmp_path) in line
+    assert "num_hidden_layers" in line or "missing" in line or "safetensors" in line
+    assert seats_and_jobs(home) == (0, 0)
+
+
+def test_a_job_that_no_device_could_ever_hold_is_impossible_with_numbers(home: Path, tmp_path: Path) -> None:
+    """W4, C5: exit code 3."""
+    config = {
+        "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
+        "tie_word_embeddings": False, "architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = openrl(home, "submit", "--name", "big", "--kind", "fft", "--model", str(tmp_path))
+    assert done.returncode == 3, done.stderr
+    assert "6" in one_line(done.stderr)
+    assert seats_and_jobs(home) == (0, 0)
+
+
+@pytest.mark.parametrize("value", ["-1", "1.5", "many"])
+def test_a_bad_seat_limit_stops_the_start_and_names_the_setting(tmp_path: Path, value: str) -> None:
+    """S1, from the environment and from the flag."""
+    for arguments, environment in (
+        (["up", "--max-seats-per-claim", value], {}),
+        (["up"], {"OPEN_RL_MAX_SEATS_PER_CLAIM": value}),
+    ):
+        done = openrl(tmp_path / "home", *arguments, **environment)
+        assert done.returncode == 2, done.stderr
+        assert "max-seats-per-claim" in done.stderr
+        assert value in done.stderr
+        assert not (tmp_path / "home" / "up.json").exists()
+
+
+def test_a_second_up_on_the_same_home_says_who_has_it(home: Path) -> None:
+    done = openrl(home, "up")
+    assert done.returncode == 1
+    assert str(home) in one_line(done.stderr)
+    assert openrl(home, "get", "nodes").returncode == 0
+
+
+def test_without_a_system_every_command_is_unreachable(tmp_path: Path) -> None:
+    """C5: exit code 5."""
+    for arguments in (["get", "jobs"], ["cancel", "x"], ["explain", "x"]):
+        done = openrl(tmp_path / "nobody", *arguments)
+        assert done.returncode == 5, done.stderr
+        assert "openrl up" in one_line(done.stderr)
+
+
+def test_an_unknown_job_is_named(home: Path) -> None:
+    done = openrl(home, "cancel", "nobody")
+    assert done.returncode == 1
+    assert "nobody" in one_line(done.stderr)
+
+
+def test_a_bad_name_says_the_rule(home: Path) -> None:
+    done = openrl(home, "submit", "--name", "Not_OK", "--kind", "fft", "--model", "/x")
+    assert done.returncode in (1, 2)
+    assert "Not_OK" in done.stderr
