@@ -205,7 +205,14 @@ class Fleet:
         size = -1
 
         def take(claim: str) -> bool:
-            if self.refusal(claim, need) == "" and not (left_out is not None and left_out(claim)):
+            # What the index holds passes ``refusal`` but for what depends on the workload.
+            node = self.nodes[self.claims[claim].node]
+            avoided = bool(need.avoid) and not need.avoid.isdisjoint((claim, node.node))
+            if not (
+                avoided
+                or host_refusal(node, self._host_used.get(node.node, 0), need.shape.host_bytes)
+                or (left_out is not None and left_out(claim))
+            ):
                 found.append(claim)
             return len(found) == CANDIDATES_MAX
 

@@ -134,6 +134,8 @@ def _request(state: State, record: WorkloadRecord, candidates: tuple[str, ...], 
     # A waiter is promised all it was offered. A newcomer counts for its best candidate alone: enough that a burst of
     # submissions is spread over the claims that have room, although the view has not heard of their bookings yet.
     state.line.promise(record.workload, candidates if record.workload in state.line else candidates[:1])
+    if candidates:
+        state.line.aim(record.workload, candidates[0])
     fx.workloads[record.workload] = None
     fx.events.append(
         SeatRequested(

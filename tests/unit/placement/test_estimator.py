@@ -39,32 +39,32 @@ def figures(model: Model, role: Role, kind: str = "fft", **constants: float) -> 
     return estimate(spec(kind), role, model, Constants(**constants))[1]  # type: ignore[arg-type]
 
 
-def test_m4_qwen3_0_6b_lora_trainer_needs_5_1_gib() -> None:
+def test_M4_qwen3_0_6b_lora_trainer_needs_5_1_gib() -> None:
     assert figures(from_config(QWEN3_06B, "c"), Role.TRAINER, "lora")["device"] == pytest.approx(5.1, abs=0.05)
 
 
-def test_m4_qwen3_8b_fft_sampler_needs_25_7_gib_without_update_room() -> None:
+def test_M4_qwen3_8b_fft_sampler_needs_25_7_gib_without_update_room() -> None:
     model = from_config(QWEN3_8B, "c")
     found = figures(model, Role.SAMPLER)
     assert 2 * model.kv_values_per_token == 147_456
     assert found["device"] - found["device_update_room"] == pytest.approx(25.7, abs=0.05)
 
 
-def test_m3_m4_gemma_e2b_leaves_the_24_gib_card_once_update_room_is_counted() -> None:
+def test_M3_M4_gemma_e2b_leaves_the_24_gib_card_once_update_room_is_counted() -> None:
     found = figures(GEMMA_E2B, Role.SAMPLER)
     assert found["device"] - found["device_update_room"] == pytest.approx(11.7, abs=0.05)
     assert found["device"] == pytest.approx(23.6, abs=0.05)
     assert found["device"] > 22.5
 
 
-def test_m2_fft_trainer_is_eight_bytes_a_parameter_and_its_host_fourteen() -> None:
+def test_M2_fft_trainer_is_eight_bytes_a_parameter_and_its_host_fourteen() -> None:
     model = Model(parameters=GIB, largest_tensor_elements=1, kv_values_per_token=1, vocabulary=1)
     shape, found = estimate(spec(), Role.TRAINER, model, Constants())
     assert (found["device"], found["host"]) == (12.0, 34.0)
     assert (shape.device_bytes, shape.host_bytes, shape.exclusive) == (12 * GIB, 34 * GIB, False)
 
 
-def test_m2_every_figure_can_be_overridden_and_the_formula_stays_visible() -> None:
+def test_M2_every_figure_can_be_overridden_and_the_formula_stays_visible() -> None:
     job = spec(overrides=Overrides(trainer_device_gib=1.5, trainer_host_gib=2))
     shape, found = estimate(job, Role.TRAINER, GEMMA_E2B, Constants())
     assert (shape.device_bytes, shape.host_bytes) == (int(1.5 * GIB), 2 * GIB)
@@ -72,19 +72,19 @@ def test_m2_every_figure_can_be_overridden_and_the_formula_stays_visible() -> No
     assert found["device_formula"] > 40
 
 
-def test_p7_lora_is_exclusive_by_default_and_the_job_may_say_otherwise() -> None:
+def test_P7_lora_is_exclusive_by_default_and_the_job_may_say_otherwise() -> None:
     assert estimate(spec("lora"), Role.SAMPLER, GEMMA_E2B, Constants())[0].exclusive
     assert not estimate(spec("lora", exclusive=False), Role.SAMPLER, GEMMA_E2B, Constants())[0].exclusive
 
 
-def test_p6_host_constants_are_settings_so_that_a_tiny_model_fits_a_small_host() -> None:
+def test_P6_host_constants_are_settings_so_that_a_tiny_model_fits_a_small_host() -> None:
     tiny = Model(parameters=500_000, largest_tensor_elements=32_768, kv_values_per_token=512, vocabulary=256)
     small = Constants(trainer_device_gib=0.5, trainer_host_gib=0.5, sampler_host_gib=0.5, update_room_gib=0.1)
     assert estimate(spec(), Role.TRAINER, tiny, small)[0].host_bytes < 0.6 * GIB
     assert estimate(spec(), Role.SAMPLER, tiny, small)[0].device_bytes < 0.8 * GIB
 
 
-def test_m1_sliding_window_layers_are_bounded_by_their_window() -> None:
+def test_M1_sliding_window_layers_are_bounded_by_their_window() -> None:
     layers = ["sliding_attention"] * 5 + ["full_attention"]
     config = QWEN3_06B | {"num_hidden_layers": 6, "layer_types": layers, "sliding_window": 512}
     model = from_config(config, "c")
@@ -92,7 +92,7 @@ def test_m1_sliding_window_layers_are_bounded_by_their_window() -> None:
     assert model.kv_values_bounded == 5 * 8 * 128 * 2 * 512
 
 
-def test_m1_a_multimodal_config_is_read_at_its_text_part() -> None:
+def test_M1_a_multimodal_config_is_read_at_its_text_part() -> None:
     assert from_config({"text_config": QWEN3_06B}, "c").parameters == from_config(QWEN3_06B, "c").parameters
 
 
@@ -105,7 +105,7 @@ def test_m1_a_multimodal_config_is_read_at_its_text_part() -> None:
         ({"num_attention_heads": True}, "num_attention_heads = True"),
     ],
 )
-def test_m1_an_unusable_config_is_refused_naming_path_and_field(
+def test_M1_an_unusable_config_is_refused_naming_path_and_field(
     tmp_path: Path, change: dict[str, object], said: str
 ) -> None:
     config = {key: value for key, value in (QWEN3_06B | change).items() if value is not None}
@@ -117,7 +117,7 @@ def test_m1_an_unusable_config_is_refused_naming_path_and_field(
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", b"[1]", b"{"])
-def test_m1_a_missing_or_broken_model_is_refused_with_its_path(tmp_path: Path, content: bytes | None) -> None:
+def test_M1_a_missing_or_broken_model_is_refused_with_its_path(tmp_path: Path, content: bytes | None) -> None:
     directory = tmp_path / "m"
     if content is not None:
         directory.mkdir()
@@ -129,7 +129,7 @@ def test_m1_a_missing_or_broken_model_is_refused_with_its_path(tmp_path: Path, c
     assert "\n" not in str(caught.value)
 
 
-def test_m1_weights_that_are_there_are_counted_from_their_headers(tmp_path: Path) -> None:
+def test_M1_weights_that_are_there_are_counted_from_their_headers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
     header = json.dumps({"w": {"dtype": "F32", "shape": [10, 3], "data_offsets": [0, 120]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(120))
@@ -163,6 +163,6 @@ def test_a_spec_that_makes_no_sense_is_refused_in_one_line(bad: JobSpec) -> None
     assert "\n" not in str(caught.value)
 
 
-def test_p12_ranks_share_a_runtime_of_the_next_larger_maximum() -> None:
+def test_P12_ranks_share_a_runtime_of_the_next_larger_maximum() -> None:
     assert [max_rank(spec("lora", lora=LoraSpec(rank=rank))) for rank in (1, 16, 17, 512)] == [16, 16, 32, 512]
     assert max_rank(spec("fft")) == 0

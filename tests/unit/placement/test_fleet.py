@@ -41,7 +41,7 @@ def fleet(limit: int = 0, *, affinity: bool = True) -> Fleet:
     return made
 
 
-def test_p4_smallest_device_first_then_owners_then_seats_then_id() -> None:
+def test_P4_smallest_device_first_then_owners_then_seats_then_id() -> None:
     it = fleet()
     it.set_node("n2", node("n2", gib=23))
     it.set_claim("big", allocated({"a1": entry("w1")}))
@@ -58,7 +58,7 @@ def test_p4_smallest_device_first_then_owners_then_seats_then_id() -> None:
 
 
 @pytest.mark.parametrize(("affinity", "first"), [(True, "partner"), (False, "alone")])
-def test_p4_a_partner_goes_before_fewer_owners_among_equal_devices(affinity: bool, first: str) -> None:
+def test_P4_a_partner_goes_before_fewer_owners_among_equal_devices(affinity: bool, first: str) -> None:
     it = fleet(affinity=affinity)
     it.set_claim("alone", allocated({"a1": entry("w1", owner="x")}))
     it.set_claim("partner", allocated({"a2": entry("w2", owner="me"), "a3": entry("w3", owner="x")}))
@@ -68,7 +68,7 @@ def test_p4_a_partner_goes_before_fewer_owners_among_equal_devices(affinity: boo
     assert it.candidates(wanting())[0] == "smaller", "size goes before affinity"
 
 
-def test_p11_at_most_sixteen_candidates_and_each_once() -> None:
+def test_P11_at_most_sixteen_candidates_and_each_once() -> None:
     it = fleet()
     for number in range(30):
         it.set_claim(f"c{number:02}", allocated({f"a{number}": entry(f"w{number}", owner="me")}))
@@ -89,14 +89,14 @@ def test_p11_at_most_sixteen_candidates_and_each_once() -> None:
         (allocated({"a": entry("w"), "b": entry("x")}), "all 2 seats"),
     ],
 )
-def test_p3_what_may_not_be_joined_is_no_candidate_and_says_why(claim: ClaimRecord, said: str) -> None:
+def test_P3_what_may_not_be_joined_is_no_candidate_and_says_why(claim: ClaimRecord, said: str) -> None:
     it = fleet(limit=2)
     it.set_claim("c", claim)
     assert it.candidates(wanting()) == []
     assert said in it.refusal("c", wanting())
 
 
-def test_p3_p7_an_exclusive_or_multi_device_workload_joins_nothing() -> None:
+def test_P3_P7_an_exclusive_or_multi_device_workload_joins_nothing() -> None:
     it = fleet()
     it.set_claim("c", allocated({"a": entry("w")}))
     assert it.candidates(wanting(exclusive=True)) == []
@@ -104,7 +104,7 @@ def test_p3_p7_an_exclusive_or_multi_device_workload_joins_nothing() -> None:
 
 
 @pytest.mark.parametrize("fault", ["suspect", "lost"])
-def test_p3_a_suspect_or_lost_node_takes_no_newcomers_until_it_is_back(fault: str) -> None:
+def test_P3_a_suspect_or_lost_node_takes_no_newcomers_until_it_is_back(fault: str) -> None:
     it = fleet()
     it.set_claim("c", allocated({"a": entry("w")}))
     assert it.set_node("n1", msgspec.structs.replace(node(), **{fault: True})) is False
@@ -113,7 +113,7 @@ def test_p3_a_suspect_or_lost_node_takes_no_newcomers_until_it_is_back(fault: st
     assert it.candidates(wanting()) == ["c"]
 
 
-def test_p1_a_node_that_is_not_enabled_or_not_complete_does_not_count() -> None:
+def test_P1_a_node_that_is_not_enabled_or_not_complete_does_not_count() -> None:
     it = Fleet(limit=0)
     it.set_node("n1", msgspec.structs.replace(node(), enabled=False))
     it.set_node("n2", msgspec.structs.replace(node("n2"), complete=False))
@@ -121,7 +121,7 @@ def test_p1_a_node_that_is_not_enabled_or_not_complete_does_not_count() -> None:
     assert it.tiers(shape()) == ()
 
 
-def test_p1_role_labels_none_is_both_and_any_is_only_those() -> None:
+def test_P1_role_labels_none_is_both_and_any_is_only_those() -> None:
     it = Fleet(limit=0)
     it.set_node("n1", node(roles=(Role.SAMPLER,)))
     it.set_claim("c", allocated({"a": entry("w")}))
@@ -130,7 +130,7 @@ def test_p1_role_labels_none_is_both_and_any_is_only_those() -> None:
     assert it.why(wanting(role=Role.TRAINER))[0] is Reason.ROLE_NOT_ACCEPTED
 
 
-def test_p6_host_memory_equality_passes_one_byte_more_does_not_and_unknown_skips() -> None:
+def test_P6_host_memory_equality_passes_one_byte_more_does_not_and_unknown_skips() -> None:
     it = Fleet(limit=0)
     it.set_node("n1", node(host_gib=100))
     it.set_claim("c", allocated({"a": entry("w")}))
@@ -141,7 +141,7 @@ def test_p6_host_memory_equality_passes_one_byte_more_does_not_and_unknown_skips
     assert it.candidates(wanting(host_gib=4_000)) == ["c"]
 
 
-def test_p6_what_others_reserve_counts_too() -> None:
+def test_P6_what_others_reserve_counts_too() -> None:
     it = Fleet(limit=0)
     it.set_node("n1", msgspec.structs.replace(node(host_gib=100), host_reserved_bytes=70 * GIB))
     it.set_claim("c", allocated({"a": entry("w")}))
@@ -149,14 +149,14 @@ def test_p6_what_others_reserve_counts_too() -> None:
     assert "30 GiB free" in it.refusal("c", wanting(host_gib=31))
 
 
-def test_p13_avoided_nodes_and_claims_are_left_out() -> None:
+def test_P13_avoided_nodes_and_claims_are_left_out() -> None:
     it = fleet()
     it.set_claim("c", allocated({"a": entry("w")}))
     assert it.candidates(Need(shape(), "me", avoid=frozenset({"c"}))) == []
     assert it.candidates(Need(shape(), "me", avoid=frozenset({"n1"}))) == []
 
 
-def test_p2_catalogue_names_shapes_by_whole_gib_rounded_up_and_a_node_by_its_smallest_device() -> None:
+def test_P2_catalogue_names_shapes_by_whole_gib_rounded_up_and_a_node_by_its_smallest_device() -> None:
     assert [ceiling_gib(int(gib * GIB)) for gib in (22.5, 79.65, 80)] == [23, 80, 80]
     it = Fleet(limit=0)
     mixed = tuple(Device(device=f"d{i}", memory_bytes=int(gib * GIB)) for i, gib in enumerate((80, 23)))
@@ -165,7 +165,7 @@ def test_p2_catalogue_names_shapes_by_whole_gib_rounded_up_and_a_node_by_its_sma
     assert it.tiers(shape(40)) == ()
 
 
-def test_p9_tiers_are_every_shape_that_fits_tightest_first_whatever_is_free() -> None:
+def test_P9_tiers_are_every_shape_that_fits_tightest_first_whatever_is_free() -> None:
     it = fleet()
     it.set_node("n2", node("n2", gib=22.5))
     it.set_node("n3", node("n3", gib=39.5))
@@ -175,7 +175,7 @@ def test_p9_tiers_are_every_shape_that_fits_tightest_first_whatever_is_free() ->
     assert it.tiers(shape(20)) == tuple(Tier(count=1, floor_bytes=floor, ceiling_gib=size) for size in (23, 40, 80))
 
 
-def test_w4_impossible_names_the_need_and_the_largest_shape_and_never_means_busy() -> None:
+def test_W4_impossible_names_the_need_and_the_largest_shape_and_never_means_busy() -> None:
     it = fleet()
     assert it.impossible(shape(80)) == ""
     sentence = it.impossible(shape(81))
@@ -186,14 +186,14 @@ def test_w4_impossible_names_the_need_and_the_largest_shape_and_never_means_busy
     assert Fleet(limit=0).impossible(shape(81)) == "", "nobody knows yet what the fleet has"
 
 
-def test_w4_host_memory_that_no_node_has_is_impossible() -> None:
+def test_W4_host_memory_that_no_node_has_is_impossible() -> None:
     it = Fleet(limit=0)
     it.set_node("n1", node(host_gib=64))
     assert "64 GiB" in it.impossible(shape(10, host_gib=65))
     assert it.impossible(shape(10, host_gib=64)) == ""
 
 
-def test_s5_the_reason_names_the_limit_only_when_the_limit_binds() -> None:
+def test_S5_the_reason_names_the_limit_only_when_the_limit_binds() -> None:
     it = fleet(limit=1)
     for number in range(3):
         it.set_claim(f"c{number}", allocated({f"a{number}": entry(f"w{number}")}))
@@ -206,7 +206,7 @@ def test_s5_the_reason_names_the_limit_only_when_the_limit_binds() -> None:
     assert it.why(wanting())[0] is Reason.WAITING_FOR_DEVICE, "the claims are refused for another reason than the limit"
 
 
-def test_s1_no_limit_never_names_one() -> None:
+def test_S1_no_limit_never_names_one() -> None:
     it = Fleet(limit=0)
     it.set_node("n1", node(host_gib=100, devices=1))
     it.set_claim("c", allocated({"a": entry("w")}))
@@ -216,12 +216,12 @@ def test_s1_no_limit_never_names_one() -> None:
     assert "1 GiB free" in sentence
 
 
-def test_w4_the_launchers_cause_is_told_when_nothing_more_specific_holds() -> None:
+def test_W4_the_launchers_cause_is_told_when_nothing_more_specific_holds() -> None:
     assert fleet().why(wanting(), "the driver is gone") == (Reason.UNSCHEDULABLE, "the driver is gone")
     assert Fleet(limit=0).why(wanting())[0] is Reason.WAITING_FOR_DEVICE
 
 
-def test_w2_only_more_room_is_reported_as_a_wake_up() -> None:
+def test_W2_only_more_room_is_reported_as_a_wake_up() -> None:
     it = fleet(limit=2)
     one, two = {"a": entry("w")}, {"a": entry("w"), "b": entry("x")}
     assert it.set_claim("c", ClaimRecord(state=ClaimState.PENDING, entries=one)) is False
@@ -246,7 +246,7 @@ def test_w2_only_more_room_is_reported_as_a_wake_up() -> None:
     ),
     st.integers(0, 3),
 )
-def test_p3_the_index_holds_exactly_what_a_scan_would_find(
+def test_P3_the_index_holds_exactly_what_a_scan_would_find(
     changes: list[tuple[str, ClaimState, int, float, bool, str]], limit: int
 ) -> None:
     it = Fleet(limit=limit)

@@ -59,7 +59,7 @@ def test_a_job_is_ready_once_both_of_its_workers_are() -> None:
     assert it.ready(SAMPLER) == [], "ready twice is announced once"
 
 
-def test_e6_the_same_submission_again_publishes_the_same_ids_and_makes_nothing_new() -> None:
+def test_E6_the_same_submission_again_publishes_the_same_ids_and_makes_nothing_new() -> None:
     it = desk()
     first = it.submit("a", sequence=3)
     again = it.submit("a", sequence=3)
@@ -71,7 +71,7 @@ def test_e6_the_same_submission_again_publishes_the_same_ids_and_makes_nothing_n
     assert len(it.state.jobs) == 2
 
 
-def test_e6_a_redelivery_after_a_crash_between_two_writes_completes_the_job() -> None:
+def test_E6_a_redelivery_after_a_crash_between_two_writes_completes_the_job() -> None:
     it = desk()
     first = it.submit("a", sequence=3)
     it.state.forget_workload(SAMPLER)
@@ -128,7 +128,7 @@ def test_a_job_that_cannot_be_is_answered_with_a_code_and_asks_for_nothing(
     assert it.submit(name, sequence=it.sequence, **fields)[0].message_id == failed.message_id  # type: ignore[arg-type]
 
 
-def test_w4_impossible_is_told_with_the_need_and_the_largest_shape() -> None:
+def test_W4_impossible_is_told_with_the_need_and_the_largest_shape() -> None:
     it = desk()
     it.submit("a", gib=81)
     (failed,) = it.take(JobFailed)
@@ -148,7 +148,7 @@ def test_a_model_length_beyond_the_config_is_refused() -> None:
     assert "2048" in failed.message
 
 
-def test_l4_a_finished_job_releases_both_seats_and_ends_when_both_are_gone() -> None:
+def test_L4_a_finished_job_releases_both_seats_and_ends_when_both_are_gone() -> None:
     it = desk()
     it.submit("a")
     it.book_all()
@@ -166,7 +166,7 @@ def test_l4_a_finished_job_releases_both_seats_and_ends_when_both_are_gone() -> 
     assert it.submit("a", submission="again", sequence=99), "the name is free again"
 
 
-def test_l4_a_job_cancelled_before_it_was_booked_closes_its_incarnation() -> None:
+def test_L4_a_job_cancelled_before_it_was_booked_closes_its_incarnation() -> None:
     it = desk()
     it.submit("a", sequence=5)
     it.cancel("a")
@@ -222,7 +222,7 @@ def test_a_worker_that_will_not_restart_fails_its_job_and_releases_everything() 
     assert it.event(exited) == [], "told twice, failed once"
 
 
-def test_f4_a_worker_that_restarts_is_starting_again_on_the_same_booking() -> None:
+def test_F4_a_worker_that_restarts_is_starting_again_on_the_same_booking() -> None:
     it = desk()
     it.submit("a")
     it.book_all()
@@ -242,7 +242,7 @@ def test_f4_a_worker_that_restarts_is_starting_again_on_the_same_booking() -> No
 # --- LoRA runtimes ----------------------------------------------------------------------------------------------
 
 
-def test_p12_lora_jobs_of_one_model_share_a_runtime_up_to_the_bound() -> None:
+def test_P12_lora_jobs_of_one_model_share_a_runtime_up_to_the_bound() -> None:
     it = desk(policy=Policy(lora_jobs_per_runtime=2))
     for name in "abc":
         it.submit(name, "lora")
@@ -254,7 +254,7 @@ def test_p12_lora_jobs_of_one_model_share_a_runtime_up_to_the_bound() -> None:
     assert all(request.shape.exclusive and request.owner in runtimes for request in requests)
 
 
-def test_p12_another_rank_model_length_or_exclusivity_is_another_runtime() -> None:
+def test_P12_another_rank_model_length_or_exclusivity_is_another_runtime() -> None:
     it = desk()
     it.submit("a", "lora")
     it.submit("b", "lora", lora=LoraSpec(rank=64))
@@ -264,7 +264,7 @@ def test_p12_another_rank_model_length_or_exclusivity_is_another_runtime() -> No
     assert len({it.state.jobs[f"default.{name}"].runtime for name in "abcde"}) == 5
 
 
-def test_p12_a_job_that_joins_a_ready_runtime_is_ready_at_once() -> None:
+def test_P12_a_job_that_joins_a_ready_runtime_is_ready_at_once() -> None:
     it = desk()
     it.submit("a", "lora")
     it.book_all()
@@ -275,7 +275,7 @@ def test_p12_a_job_that_joins_a_ready_runtime_is_ready_at_once() -> None:
     assert ready.job == "b"
 
 
-def test_p12_a_runtime_outlives_its_last_job_by_the_idle_time_and_then_goes() -> None:
+def test_P12_a_runtime_outlives_its_last_job_by_the_idle_time_and_then_goes() -> None:
     it = desk(policy=Policy(lora_idle_s=600))
     it.submit("a", "lora")
     it.book_all()
@@ -293,14 +293,14 @@ def test_p12_a_runtime_outlives_its_last_job_by_the_idle_time_and_then_goes() ->
     assert len(it.take(SeatReleaseRequested)) == 2
 
 
-def test_p12_a_runtime_that_holds_nothing_yet_goes_with_its_last_job() -> None:
+def test_P12_a_runtime_that_holds_nothing_yet_goes_with_its_last_job() -> None:
     it = desk()
     it.submit("a", "lora")
     it.cancel("a")
     assert len(it.take(SeatReleaseRequested)) == 2
 
 
-def test_p12_a_runtime_on_its_way_out_is_never_joined_and_its_id_is_not_used_twice_at_once() -> None:
+def test_P12_a_runtime_on_its_way_out_is_never_joined_and_its_id_is_not_used_twice_at_once() -> None:
     it = desk()
     it.submit("a", "lora")
     it.cancel("a")
@@ -308,7 +308,7 @@ def test_p12_a_runtime_on_its_way_out_is_never_joined_and_its_id_is_not_used_twi
     assert it.state.jobs["default.a"].runtime != it.state.jobs["default.b"].runtime
 
 
-def test_p12_when_a_runtime_fails_every_job_on_it_fails() -> None:
+def test_P12_when_a_runtime_fails_every_job_on_it_fails() -> None:
     it = desk()
     it.submit("a", "lora")
     it.submit("b", "lora")

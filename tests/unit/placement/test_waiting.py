@@ -62,7 +62,7 @@ def free_one(it: Desk) -> None:
     it.claim(claim, allocated(dict(list(it.state.fleet.claims[claim].entries.items())[1:])))
 
 
-def test_p8_binpack_names_candidates_and_may_found() -> None:
+def test_P8_binpack_names_candidates_and_may_found() -> None:
     it = Desk()
     it.node(node())
     it.submit("a")
@@ -79,7 +79,7 @@ def test_p8_binpack_names_candidates_and_may_found() -> None:
     assert [tier.ceiling_gib for tier in request.tiers] == [80]
 
 
-def test_p8_spread_founds_first_and_shares_only_after_unschedulable() -> None:
+def test_P8_spread_founds_first_and_shares_only_after_unschedulable() -> None:
     it = full_house(limit=0, policy=Policy(strategy="spread"))
     it.submit("b")
     request = it.take(SeatRequested)[0]
@@ -93,7 +93,7 @@ def test_p8_spread_founds_first_and_shares_only_after_unschedulable() -> None:
     assert move.move_from == it.workload(trainer("b")).assignment
 
 
-def test_s4_a_workload_that_finds_every_claim_full_waits_pending_on_its_own_and_moves_to_the_freed_seat() -> None:
+def test_S4_a_workload_that_finds_every_claim_full_waits_pending_on_its_own_and_moves_to_the_freed_seat() -> None:
     it = full_house()
     queue(it, "a")
     record = it.workload(trainer("a"))
@@ -108,7 +108,7 @@ def test_s4_a_workload_that_finds_every_claim_full_waits_pending_on_its_own_and_
     assert it.take(SeatRequested) == [], "one seat wakes one waiter"
 
 
-def test_s4_a_freed_device_ends_the_wait_as_well() -> None:
+def test_S4_a_freed_device_ends_the_wait_as_well() -> None:
     it = full_house()
     queue(it, "a")
     record = it.workload(trainer("a"))
@@ -117,7 +117,7 @@ def test_s4_a_freed_device_ends_the_wait_as_well() -> None:
     assert trainer("a") not in it.state.line
 
 
-def test_w1_the_line_is_by_priority_then_submission() -> None:
+def test_W1_the_line_is_by_priority_then_submission() -> None:
     it = full_house()
     queue(it, "a", "b")
     queue(it, "c", priority=5)
@@ -127,7 +127,7 @@ def test_w1_the_line_is_by_priority_then_submission() -> None:
     assert it.take(SeatRequested)[0].workload == sampler("c")
 
 
-def test_w1_a_seat_promised_to_an_earlier_waiter_is_left_out_of_later_requests_until_it_is_settled() -> None:
+def test_W1_a_seat_promised_to_an_earlier_waiter_is_left_out_of_later_requests_until_it_is_settled() -> None:
     it = full_house()
     queue(it, "a")
     free_one(it)
@@ -144,7 +144,7 @@ def test_w1_a_seat_promised_to_an_earlier_waiter_is_left_out_of_later_requests_u
     assert second.workload == trainer("a"), "what the first could not take goes to the next in line"
 
 
-def test_w1_a_large_waiter_at_the_head_does_not_stop_a_small_one() -> None:
+def test_W1_a_large_waiter_at_the_head_does_not_stop_a_small_one() -> None:
     it = Desk(limit=2)
     it.node(node("n1", gib=80, devices=1))
     it.node(node("n2", gib=23, devices=1))
@@ -157,7 +157,7 @@ def test_w1_a_large_waiter_at_the_head_does_not_stop_a_small_one() -> None:
     assert move.workload == sampler("tiny")
 
 
-def test_w1_a_newcomer_to_the_line_does_not_get_ahead_of_an_earlier_waiter() -> None:
+def test_W1_a_newcomer_to_the_line_does_not_get_ahead_of_an_earlier_waiter() -> None:
     it = full_house()
     queue(it, "a")
     it.submit("b")
@@ -171,7 +171,7 @@ def test_w1_a_newcomer_to_the_line_does_not_get_ahead_of_an_earlier_waiter() -> 
     assert move.workload == sampler("a")
 
 
-def test_w2_booking_wakes_nobody_and_a_refusal_is_not_repeated_while_the_claim_looks_the_same() -> None:
+def test_W2_booking_wakes_nobody_and_a_refusal_is_not_repeated_while_the_claim_looks_the_same() -> None:
     it = full_house()
     queue(it, "a")
     free_one(it)
@@ -191,7 +191,7 @@ def test_w2_booking_wakes_nobody_and_a_refusal_is_not_repeated_while_the_claim_l
     assert len(it.take(SeatRequested)) == 1, "it looks different: asked again"
 
 
-def test_l5_a_move_that_came_too_late_leaves_the_workload_to_its_own_claim() -> None:
+def test_L5_a_move_that_came_too_late_leaves_the_workload_to_its_own_claim() -> None:
     it = full_house()
     queue(it, "a")
     free_one(it)
@@ -206,7 +206,7 @@ def test_l5_a_move_that_came_too_late_leaves_the_workload_to_its_own_claim() -> 
     assert it.take(SeatRequested)[0].workload == trainer("a"), "the seat goes to the next"
 
 
-def test_w3_the_deadline_covers_waiting_for_a_seat_and_fails_with_the_last_reason() -> None:
+def test_W3_the_deadline_covers_waiting_for_a_seat_and_fails_with_the_last_reason() -> None:
     it = full_house(policy=Policy(placement_timeout_s=100))
     it.tick(50)
     queue(it, "a")
@@ -220,7 +220,7 @@ def test_w3_the_deadline_covers_waiting_for_a_seat_and_fails_with_the_last_reaso
     assert len(it.state.line) == 0
 
 
-def test_w3_an_allocation_wins_over_the_deadline_and_time_placed_does_not_count() -> None:
+def test_W3_an_allocation_wins_over_the_deadline_and_time_placed_does_not_count() -> None:
     it = full_house(policy=Policy(placement_timeout_s=100))
     queue(it, "a")
     record = it.workload(trainer("a"))
@@ -234,14 +234,14 @@ def test_w3_an_allocation_wins_over_the_deadline_and_time_placed_does_not_count(
     assert it.take(JobFailed) == []
 
 
-def test_w3_zero_means_never() -> None:
+def test_W3_zero_means_never() -> None:
     it = full_house(policy=Policy(placement_timeout_s=0))
     queue(it, "a")
     it.tick(1e9)
     assert it.take(JobFailed) == []
 
 
-def test_w4_an_empty_fleet_is_a_wait_and_the_first_node_ends_it_or_says_impossible() -> None:
+def test_W4_an_empty_fleet_is_a_wait_and_the_first_node_ends_it_or_says_impossible() -> None:
     it = Desk()
     it.submit("a")
     it.submit("huge", gib=500)
@@ -257,7 +257,7 @@ def test_w4_an_empty_fleet_is_a_wait_and_the_first_node_ends_it_or_says_impossib
     assert {ended.job for ended in it.take(JobEnded)} == {"huge"}
 
 
-def test_w4_a_role_no_node_accepts_is_a_wait_that_a_label_ends() -> None:
+def test_W4_a_role_no_node_accepts_is_a_wait_that_a_label_ends() -> None:
     it = Desk()
     it.node(node(roles=(Role.SAMPLER,)))
     it.submit("a")
@@ -267,7 +267,7 @@ def test_w4_a_role_no_node_accepts_is_a_wait_that_a_label_ends() -> None:
     assert [request.workload for request in it.take(SeatRequested)] == [trainer("a")]
 
 
-def test_w5_waits_are_kept_with_reason_and_times_the_standing_one_last() -> None:
+def test_W5_waits_are_kept_with_reason_and_times_the_standing_one_last() -> None:
     it = full_house()
     queue(it, "a")
     it.now += 30
@@ -280,7 +280,7 @@ def test_w5_waits_are_kept_with_reason_and_times_the_standing_one_last() -> None
     assert wait.until - wait.since == 30
 
 
-def test_w5_explain_says_why_where_in_line_until_when_and_who_holds_what_it_needs() -> None:
+def test_W5_explain_says_why_where_in_line_until_when_and_who_holds_what_it_needs() -> None:
     it = full_house(policy=Policy(placement_timeout_s=100))
     queue(it, "a")
     it.now += 10
@@ -321,7 +321,7 @@ def test_a_verdict_that_overtakes_its_booking_is_not_lost() -> None:
     assert it.workload(request.workload).reason is Reason.WAITING_FOR_SEAT
 
 
-def test_e6_late_duplicates_of_bookings_and_releases_change_nothing() -> None:
+def test_E6_late_duplicates_of_bookings_and_releases_change_nothing() -> None:
     it = full_house()
     queue(it, "a")
     old = it.workload(sampler("a"))
@@ -386,7 +386,7 @@ def test_a_predecessor_is_waited_for_and_its_release_ends_the_wait() -> None:
 # --- what events failed to deliver ------------------------------------------------------------------------------
 
 
-def test_e5_a_booking_that_no_event_told_is_found_in_the_ledger_on_the_second_look() -> None:
+def test_E5_a_booking_that_no_event_told_is_found_in_the_ledger_on_the_second_look() -> None:
     it = Desk()
     it.node(node())
     it.submit("a")
@@ -403,7 +403,7 @@ def test_e5_a_booking_that_no_event_told_is_found_in_the_ledger_on_the_second_lo
     )
 
 
-def test_e5_a_release_that_no_event_told_ends_the_workload() -> None:
+def test_E5_a_release_that_no_event_told_ends_the_workload() -> None:
     it = Desk()
     it.node(node())
     it.submit("a")
@@ -415,7 +415,7 @@ def test_e5_a_release_that_no_event_told_ends_the_workload() -> None:
     assert [ended.outcome for ended in it.take(JobEnded)] == ["Finished"]
 
 
-def test_e5_an_unanswered_request_is_repeated_under_the_same_id() -> None:
+def test_E5_an_unanswered_request_is_repeated_under_the_same_id() -> None:
     it = Desk()
     it.node(node())
     it.submit("a")
@@ -426,7 +426,7 @@ def test_e5_an_unanswered_request_is_repeated_under_the_same_id() -> None:
     assert {request.message_id for request in it.take(SeatRequested)} == first
 
 
-def test_e5_a_pending_claim_that_no_launcher_speaks_of_gets_a_reason() -> None:
+def test_E5_a_pending_claim_that_no_launcher_speaks_of_gets_a_reason() -> None:
     it = Desk()
     it.node(node())
     it.submit("a")
@@ -437,7 +437,7 @@ def test_e5_a_pending_claim_that_no_launcher_speaks_of_gets_a_reason() -> None:
     assert "no launcher" in it.workload(trainer("a")).message
 
 
-def test_e4_state_rebuilt_from_the_buckets_has_the_same_line_deadlines_and_runtimes() -> None:
+def test_E4_state_rebuilt_from_the_buckets_has_the_same_line_deadlines_and_runtimes() -> None:
     it = full_house()
     queue(it, "a", "b")
     it.submit("l", "lora")
@@ -472,3 +472,26 @@ def test_a_launched_event_before_ready_and_after_gives_the_same_phase() -> None:
     )
     it.event(launched)
     assert it.workload(trainer("first")).phase is WorkloadPhase.READY
+
+
+def test_P11_a_burst_is_spread_over_the_claims_that_have_room_and_founds_only_when_they_are_spoken_for() -> None:
+    it = Desk(limit=2)
+    it.node(node(devices=8))
+    for number in range(3):
+        it.claim(f"c{number}", allocated({f"x{number}": entry(f"w{number}")}))
+    for job in "ab":
+        it.submit(job)
+    first = [request.candidates[:1] for request in it.take(SeatRequested)]
+    assert sorted(first) == [(), ("c0",), ("c1",), ("c2",)]
+
+
+def test_E11_without_a_limit_requests_under_way_do_not_meet_on_one_claim() -> None:
+    it = Desk(limit=0)
+    it.node(node(devices=8))
+    for number in range(4):
+        it.claim(f"c{number}", allocated({f"x{number}": entry(f"w{number}")}))
+    for job in "ab":
+        it.submit(job)
+    requests = it.take(SeatRequested)
+    assert {request.candidates[0] for request in requests} == {"c0", "c1", "c2", "c3"}
+    assert all(len(request.candidates) == 4 for request in requests)
