@@ -431,16 +431,19 @@ class Bus:
                 try:
                     while not self.stopping.is_set():
                         await slots.acquire()
-                        taking = asyncio.ensure_future(puller.next())
-                        await asyncio.wait({taking, stop}, return_when=asyncio.FIRST_COMPLETED)
-                        if not taking.done():
-                            taking.cancel()
-                            slots.release()
-                            break
+                        message = await puller.take()
+                        if message is None:
+                            taking = asyncio.ensure_future(puller.next())
+                            await asyncio.wait({taking, stop}, return_when=asyncio.FIRST_COMPLETED)
+                            if not taking.done():
+                                taking.cancel()
+                                slots.release()
+                                break
+                            message = taking.result()
                         if concurrency == 1:
-                            await run(taking.result())
+                            await run(message)
                         else:
-                            tasks.create_task(run(taking.result()))
+                            tasks.create_task(run(message))
                 finally:
                     stop.cancel()
         finally:

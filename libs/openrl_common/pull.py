@@ -114,6 +114,23 @@ class Puller:
         self._in_hand -= 1
         assert self._in_hand >= 0
 
+    async def take(self) -> Msg | None:
+        """The next message if one is here already, without giving way to other tasks; None: use ``next``.
+
+        Messages that came in one read are so handed out in one go, and what their handlers send goes out in one write.
+        """
+        if self._interrupted:
+            return None
+        await self._refill()
+        while not self._buffer.empty():
+            message = self._buffer.get_nowait()
+            if message is not None:
+                self._in_hand += 1
+                return message
+            if self._interrupted:
+                return None
+        return None
+
     async def next(self) -> Msg:
         """The next message. Raises Lost when ordered and the position may have been lost."""
         while True:
