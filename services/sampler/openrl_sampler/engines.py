@@ -23,10 +23,17 @@ class EngineSettings:
     max_adapters: int
 
 
-def check_engine(name: str) -> None:
-    """Raise Rejected for an engine that this build does not have. Light: nothing is imported."""
-    if name not in ENGINES:
-        raise Rejected(f"engine {name!r} is not available: use one of {', '.join(ENGINES)}", code="unknown-engine")
+def check_workload(workload: WorkloadRecord) -> None:
+    """Raise Rejected for what is known to fail before seconds of imports: engine name and model path."""
+    if workload.engine not in ENGINES:
+        raise Rejected(
+            f"engine {workload.engine!r} is not available: use one of {', '.join(ENGINES)}", code="unknown-engine"
+        )
+    if not (Path(workload.base_model) / "config.json").is_file():
+        raise Rejected(
+            f"base model {workload.base_model} has no config.json: give a Hugging Face model directory",
+            code="bad-model",
+        )
 
 
 def import_engine() -> None:
@@ -43,7 +50,6 @@ def import_engine() -> None:
 
 
 def make_engine(workload: WorkloadRecord, settings: EngineSettings) -> Engine:
-    check_engine(workload.engine)
     from openrl_sampler.torch_engine import TorchEngine
     from openrl_sampler.torch_model import TorchOptions
 

@@ -36,7 +36,7 @@ from openrl_common.wire import SAMPLE_DECODER, ErrorInfo, SampleRequest, SampleR
 from openrl_common.worker import WorkerContext, WorkerSettings
 from openrl_sampler.admission import Limits, check_request
 from openrl_sampler.engine import Engine, GenerateCall, Generated
-from openrl_sampler.engines import EngineSettings, check_engine, import_engine, make_engine
+from openrl_sampler.engines import EngineSettings, check_workload, import_engine, make_engine
 from openrl_sampler.metrics import Metrics
 from openrl_sampler.updates import job_key
 from openrl_sampler.waiting import Waiter, WaitingLine
@@ -79,7 +79,7 @@ class _InHand:
 
 async def serve(context: WorkerContext, config: SamplerSettings) -> None:
     """The main of a sampler worker: start the engine, then serve until stopped."""
-    check_engine(context.workload.engine)
+    check_workload(context.workload)
     ready = context.service.require("engine", "the engine is starting")
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine") as thread:
         sampler = Sampler(context, config, thread)
@@ -158,7 +158,7 @@ class Sampler:
         workload = self._context.workload
         consume = self._bus.consume(
             stream="OPENRL_SAMPLE",
-            durable=f"sampler-{workload.tenant.lstrip('_')}-{workload.owner_name}",
+            durable=workload.workload,  # <tenant>--<runtime>--sampler: no two runtimes share one
             subjects=[sample_subject(workload.tenant, workload.owner_name)],
             handler=self.handle,
             concurrency=2 * self._config.max_waiting_requests,

@@ -37,7 +37,8 @@ from openrl_common.records import (
 )
 from openrl_common.wire import SAMPLE_RESULT_DECODER, SampleRequest, SampleResult, SamplingParams
 
-DEADLINE_S = 40.0
+DEADLINE_S = 60.0
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
