@@ -91,6 +91,8 @@ class SampleClient:
             elif result.error.code == "busy":
                 await asyncio.sleep(min(left_s, backoff_s * random.uniform(0.5, 1.5)))
                 backoff_s = min(BUSY_BACKOFF_MAX_S, backoff_s * 2)
+            elif result.error.code == "version-not-served" and at_least is not None and attempt_s < left_s:
+                window_s *= 2  # this attempt ended before the version came; the call has time left
             elif result.error.code != "deadline":
                 raise Rejected(result.error.message, code=result.error.code)
         raise TimedOut(

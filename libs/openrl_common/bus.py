@@ -380,6 +380,7 @@ class Bus:
         max_deliver: int = 20,
         bound: asyncio.Event | None = None,
         from_now: bool = False,
+        forgotten_after_s: float = 0.0,
     ) -> None:
         """Handle messages of a durable consumer until cancelled or ``stopping`` is set.
 
@@ -390,6 +391,7 @@ class Bus:
         Args:
             bound: set once the consumer exists, for readiness.
             from_now: a new durable starts behind what the stream holds already.
+            forgotten_after_s: the server drops the durable when nobody pulled for this long (0: kept for ever).
         """
 
         async def ensure() -> str:
@@ -404,6 +406,7 @@ class Bus:
                 # up every later message until its redelivery. The order comes from pulling one at a time.
                 max_ack_pending=max(4 * concurrency, 256),
                 deliver_policy=api.DeliverPolicy.NEW if from_now else api.DeliverPolicy.ALL,
+                inactive_threshold=forgotten_after_s or None,
             )
             try:
                 await self.jetstream.add_consumer(stream, config=config)

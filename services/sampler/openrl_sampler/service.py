@@ -45,6 +45,7 @@ from openrl_sampler.weights_keeper import WeightsKeeper
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+FORGOTTEN_AFTER_S = 86_400.0
 ACK_WAIT_S = 5.0
 """A sampler that died is noticed after this long (V11)."""
 BEAT_S = 1.5
@@ -163,6 +164,7 @@ class Sampler:
             handler=self.handle,
             concurrency=2 * self._config.max_waiting_requests,
             ack_wait_s=ACK_WAIT_S,
+            forgotten_after_s=FORGOTTEN_AFTER_S,
         )
         try:
             await until_stopped(self._context.stopping, consume, self._run_engine(), self._weights.announce())
