@@ -112,7 +112,7 @@ class ClaimsAnswer(Query, frozen=True, kw_only=True):
 
 
 class NodeRow(Query, frozen=True, kw_only=True):
-    """``host_seats_bytes``: what the ledger holds for seats; ``usable`` empty = it counts, otherwise why it does not."""
+    """``host_seats_bytes``: what the ledger holds for seats; ``usable`` empty = it counts, else why it does not."""
 
     record: NodeRecord
     devices_claimed: int = 0

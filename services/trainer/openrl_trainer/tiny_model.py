@@ -2,8 +2,8 @@
 
     python -m openrl_trainer.tiny_model OUT [--pairs FILE.jsonl] [--steps 400]
 
-328,704 parameters, 1.3 MB of safetensors. With ``--pairs`` (one JSON object a line with ``prompt`` and ``completion``, in
-training order) the model is trained on them first. OUT appears whole or not at all (written beside it, renamed).
+328,704 parameters, 1.3 MB of safetensors. With ``--pairs`` (one JSON object a line with ``prompt`` and ``completion``,
+in training order) the model is trained on them first. OUT appears whole or not at all (written beside it, renamed).
 It is no benchmark: it exists so that a whole reinforcement-learning loop runs in a minute on two cores.
 """
 
