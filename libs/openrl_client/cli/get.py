@@ -65,27 +65,32 @@ async def _get(
 ) -> None:
     async with where.connect() as client:
         shown: set[str] = set()
-        first = True
+        with_header = not no_headers
         while True:
             rows = await _rows(client, kind, names, "" if every else where.tenant, strict=not watch)
             if output in ("json", "yaml"):
-                text = machine_readable(rows, output)
-                if text not in shown:
-                    click.echo(text)
-                    shown = {text}
+                changed = [machine_readable(rows, output)]
+                changed, shown = [text for text in changed if text not in shown], set(changed)
             else:
-                with_header = first and not no_headers and bool(rows)
-                lines = render(kind, rows, output, with_header=with_header).splitlines()
-                for line in lines:
-                    if line not in shown:
-                        click.echo(line)
-                shown = set(lines)
-                if first and not rows and output != "name":
-                    click.echo(f"no {kind}", err=True)
-                first = first and not rows
+                keys = [fingerprint(kind, row) for row in rows]
+                news = [row for row, key in zip(rows, keys, strict=True) if key not in shown]
+                shown = set(keys)
+                changed = [render(kind, news, output, with_header=with_header)] if news else []
+                with_header = with_header and not rows
+            for text in changed:
+                click.echo(text)
             if not watch:
+                if not rows and not output:
+                    click.echo(f"no {kind}", err=True)
                 return
             await asyncio.sleep(WATCH_INTERVAL_S)
+
+
+def fingerprint(kind: str, row: Any) -> str:
+    """What of a row counts as a change: not that time passes."""
+    header, cells = _COLUMNS[kind]
+    stable = [cell for name, cell in zip(header, cells(row, 0.0), strict=True) if name not in _TIMES]
+    return "\0".join(stable)
 
 
 async def _rows(client: Any, kind: str, names: tuple[str, ...], tenant: str, *, strict: bool) -> list[Any]:
@@ -200,6 +205,8 @@ def _node_cells(row: NodeRow, now: float) -> list[str]:
         row.usable,
     ]
 
+
+_TIMES = frozenset({"AGE", "WAITED", "DEADLINE"})
 
 # "+": only with -o wide.
 _COLUMNS: dict[str, tuple[list[str], Any]] = {

@@ -29,7 +29,7 @@ class DemoJob(msgspec.Struct, frozen=True):
 
 
 # The LoRA jobs come first: their runtime's two workers are exclusive and take two of the three devices; the first FFT
-# job's workers share the third; the second FFT job waits, first for a seat, until the runtime is idle and gone.
+# job's workers share the third; the second FFT job waits until seats or devices are free again.
 JOBS = (
     DemoJob("lora-sort", JobKind.LORA, "letters:sort"),
     DemoJob("lora-desc", JobKind.LORA, "letters:desc"),

@@ -188,16 +188,23 @@ def _draw_bars(axes: Any, report: Report) -> None:
 
 
 def _draw_seats(axes: Any, report: Report) -> None:
+    """One row per claim that got a device; darker with every seat; the holders written in."""
     end = report.seconds.get("jobs", 0.0)
-    for peak in report.claims:
+    cut = [peak for peak in report.claims if peak.devices]
+    for row, peak in enumerate(cut):
         changes = [change for change in report.seats if change.claim == peak.claim]
-        at = [change.at for change in changes] + [max([end, *(change.at for change in changes)])]
-        counts = [change.seats for change in changes] + [changes[-1].seats if changes else 0]
-        label = f"{peak.claim[-8:]} ({','.join(peak.devices) or 'never cut'})"
-        axes.step(at, counts, where="post", label=label, alpha=0.8)
-    axes.set(title="seats per claim", xlabel="seconds since publish", ylabel="seats")
-    axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.legend(fontsize=7)
+        ends = [change.at for change in changes[1:]] + [max(end, changes[-1].at if changes else end)]
+        for change, until in zip(changes, ends, strict=True):
+            width = until - change.at
+            if change.seats and width > 0:
+                axes.barh(row, width, left=change.at, height=0.6, color="tab:blue", alpha=min(1.0, 0.3 * change.seats))
+            if change.seats and width > 0.15 * end:
+                text = f"{change.seats}: {', '.join(change.holders)}"
+                axes.text(change.at + 0.01 * end, row, text, va="center", fontsize=7, clip_on=True)
+    axes.set_yticks(range(len(cut)), [f"{','.join(peak.devices)}\n{peak.claim[-6:]}" for peak in cut], fontsize=8)
+    axes.invert_yaxis()
+    limit = max((peak.limit for peak in cut), default=0)
+    axes.set(title=f"seats per claim (limit {limit or 'none'})", xlabel="seconds since publish", xlim=(0, end or 1))
 
 
 def _draw_timeline(axes: Any, report: Report, colors: Any) -> None:
@@ -210,4 +217,4 @@ def _draw_timeline(axes: Any, report: Report, colors: Any) -> None:
     axes.set_yticks(range(len(report.jobs)), [job.name for job in report.jobs])
     axes.invert_yaxis()
     axes.set(title="what each job did", xlabel="seconds since publish")
-    axes.legend(fontsize=8, ncols=3)
+    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14))

@@ -12,12 +12,12 @@ import pytest
 from openrl_client import cli
 from openrl_client.cli.common import machine_readable, table
 from openrl_client.cli.explain import explanation, status_table
-from openrl_client.cli.get import names_of, render
+from openrl_client.cli.get import fingerprint, names_of, render
 from openrl_client.cli.options import spec_of
 from openrl_client.cli.watch import event_line
 from openrl_client.errors import JobEndedError, OpenRLError, Rejected, TimedOut, Transient, Unreachable, exit_code
 from openrl_common.events import SeatBooked
-from openrl_common.queries import ClaimRow, ExplainAnswer, JobRow, SeatRow
+from openrl_common.queries import ClaimRow, ExplainAnswer, JobRow, SeatRow, WorkloadRow
 from openrl_common.records import (
     ClaimState,
     JobKind,
@@ -254,3 +254,10 @@ def test_every_listed_command_exists() -> None:
     context = click.Context(cli.cli)
     for name in cli.cli.list_commands(context):
         assert cli.cli.get_command(context, name) is not None
+
+
+def test_watch_prints_a_row_again_only_when_more_than_time_changed() -> None:
+    first, later = WorkloadRow(record=workload(), waited_s=1.0), WorkloadRow(record=workload(), waited_s=2.0)
+    placed = WorkloadRow(record=workload(phase=WorkloadPhase.PLACED, reason=None, claim="c1"))
+    assert fingerprint("workloads", first) == fingerprint("workloads", later)
+    assert fingerprint("workloads", first) != fingerprint("workloads", placed)
