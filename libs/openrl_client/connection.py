@@ -123,7 +123,7 @@ class Client:
         check_job(spec.name)
         submission = uuid.uuid4().hex
         event = JobSubmitted(tenant=self.tenant, job=spec.name, submission=submission, spec=spec)
-        await self.bus.publish(event)
+        await self.bus.publish(event, deadline_s=timeout_s)
         if on_published is not None:
             on_published(submission)
         try:

@@ -1,0 +1,200 @@
+"""The client on a real nats-server, with the far side played by the test (C1, C2)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from openrl_client import Datum, JobSpec, Rejected, TimedOut, connect
+from openrl_client.connection import Client
+from openrl_client.errors import JobEndedError
+from openrl_common import streams
+from openrl_common.bus import Bus
+from openrl_common.events import JobAdmitted, JobCancelled, JobEnded, JobFailed, JobFinished, JobReady, JobSubmitted
+from openrl_common.records import JobKind, JobPhase, JobRecord
+from openrl_common.wire import TRAIN_DECODER, AnyTrainRequest, TrainResult
+
+SPEC = JobSpec(name="j", kind=JobKind.FFT, base_model="/m")
+
+
+def record_of(event: JobSubmitted, incarnation: int, phase: JobPhase = JobPhase.READY) -> JobRecord:
+    return JobRecord(
+        tenant=event.tenant,
+        job=event.job,
+        submission=event.submission,
+        incarnation=incarnation,
+        spec=event.spec,
+        phase=phase,
+        runtime_tenant=event.tenant,
+        runtime=event.job,
+        trainer=f"{event.tenant}--{event.job}--trainer",
+        sampler=f"{event.tenant}--{event.job}--sampler",
+        submitted_at=0.0,
+    )
+
+
+@pytest.fixture
+async def far_side(nats_url: str) -> AsyncIterator[Bus]:
+    bus = await Bus.connect(nats_url, name="far-side")
+    await streams.ensure(bus)
+    yield bus
+    await bus.close()
+
+
+@contextlib.asynccontextmanager
+async def playing(task: Awaitable[None]) -> AsyncIterator[None]:
+    running = asyncio.ensure_future(task)
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def admit(bus: Bus) -> None:
+    """Placement: admits every job as ready, ends it when asked."""
+    async for delivery in bus.tail(stream="OPENRL_EVENTS", subject="openrl.ev.client.>"):
+        event = delivery.event()
+        if isinstance(event, JobSubmitted) and event.spec.priority < 0:
+            await bus.publish(
+                JobFailed(
+                    tenant=event.tenant,
+                    job=event.job,
+                    submission=event.submission,
+                    code="impossible",
+                    message="too large",
+                )
+            )
+        elif isinstance(event, JobSubmitted):
+            await bus.store.jobs.put(f"{event.tenant}.{event.job}", record_of(event, delivery.sequence))
+            ids = {"tenant": event.tenant, "job": event.job, "submission": event.submission}
+            await bus.publish(JobAdmitted(**ids, incarnation=delivery.sequence, workloads=("a", "b")))  # type: ignore[arg-type]
+            await bus.publish(JobReady(**ids, incarnation=delivery.sequence))  # type: ignore[arg-type]
+        elif isinstance(event, JobFinished | JobCancelled):
+            phase = JobPhase.FINISHED if isinstance(event, JobFinished) else JobPhase.CANCELLED
+            entry = await bus.store.jobs.get(f"{event.tenant}.{event.job}")
+            assert entry is not None
+            changed = JobRecord(**{**_fields(entry.value), "phase": phase})
+            await bus.store.jobs.put(entry.key, changed)
+            await bus.publish(
+                JobEnded(tenant=event.tenant, job=event.job, submission=event.submission, outcome=phase.value)
+            )
+
+
+def _fields(record: JobRecord) -> dict[str, object]:
+    return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
+async def train(bus: Bus, on_request: Callable[[AnyTrainRequest], Awaitable[None]]) -> None:
+    """A trainer's ear: every entry of the log, in order."""
+    async for delivery in bus.tail(stream="OPENRL_TRAIN", subject="openrl.train.>"):
+        await on_request(TRAIN_DECODER.decode(delivery.body))
+
+
+@pytest.fixture
+async def client(nats_url: str, far_side: Bus) -> AsyncIterator[Client]:
+    async with connect(nats_url, "t") as client, playing(admit(far_side)):
+        yield client
+
+
+async def test_submitted_job_becomes_ready_and_finishes(client: Client) -> None:
+    """C1: submit, ready, finish."""
+    job = await client.submit(SPEC)
+    seen: list[str] = []
+    record = await job.ready(5.0, lambda progress: seen.append(progress.job.phase.value))
+    assert record.phase is JobPhase.READY
+    assert (await job.finish()).phase is JobPhase.FINISHED
+    with pytest.raises(JobEndedError):
+        await client.cancel("j")
+
+
+async def test_refused_job_raises_placements_code(client: Client) -> None:
+    """C5: impossible is told apart from every other failure."""
+    with pytest.raises(Rejected, match="too large") as caught:
+        await client.submit(JobSpec(name="big", kind=JobKind.FFT, base_model="/m", priority=-1))
+    assert caught.value.code == "impossible"
+
+
+async def test_nobody_answers_in_time(nats_url: str, far_side: Bus) -> None:
+    published: list[str] = []
+    async with connect(nats_url, "t") as client:
+        with pytest.raises(TimedOut, match="openrl cancel j"):
+            await client.submit(SPEC, timeout_s=0.2, on_published=published.append)
+    assert len(published) == 1
+
+
+async def test_second_client_goes_on_at_the_next_number(client: Client, far_side: Bus, nats_url: str) -> None:
+    """C2, R4: the log has neither a gap nor a number twice, whoever writes it."""
+
+    async def reply(request: AnyTrainRequest) -> None:
+        await far_side.send(request.reply_to, encode(TrainResult(seq=request.seq, version=request.seq)))
+
+    async with playing(train(far_side, reply)):
+        job = await client.submit(SPEC)
+        pending = [job.publish_weights() for _ in range(3)]
+        assert [await one for one in pending] == [1, 2, 3]
+        async with connect(nats_url, "t") as other:
+            again = await other.attach("j")
+            assert await again.publish_weights() == 4
+
+
+async def test_lost_reply_is_found_in_the_results(client: Client, far_side: Bus) -> None:
+    """R4: the trainer answered to an inbox that was away; its stored result is read instead."""
+
+    async def store_only(request: AnyTrainRequest) -> None:
+        key = f"t.j.{request.incarnation}.{request.seq}"
+        await far_side.store.results.put(key, TrainResult(seq=request.seq, metrics={"loss": 0.5}))
+
+    async with playing(train(far_side, store_only)):
+        job = await client.submit(SPEC)
+        result = await job.forward([Datum(tokens=[1, 2])])
+        assert result.metrics == {"loss": 0.5}
+
+
+async def test_job_that_ends_ends_its_requests(client: Client) -> None:
+    job = await client.submit(SPEC)
+    pending = job.forward([Datum(tokens=[1, 2])])
+    await client.cancel("j")
+    with pytest.raises(JobEndedError, match="Cancelled"):
+        await pending
+
+
+async def test_resubmitted_name_is_another_job(client: Client) -> None:
+    """A handle of the old job does not follow the new one of its name."""
+    old = await client.submit(SPEC)
+    await old.finish()
+    new = await client.submit(SPEC)
+    assert new.record.incarnation > old.record.incarnation
+    with pytest.raises(JobEndedError, match="replaced"):
+        await old.refresh()
+
+
+async def test_unknown_loss_is_refused_before_anything_is_sent(client: Client, far_side: Bus) -> None:
+    job = await client.submit(SPEC)
+    with pytest.raises(Rejected, match="cross_entropy") as caught:
+        job.forward_backward([Datum(tokens=[1, 2])], loss="hinge")
+    assert caught.value.code == "unknown-loss"
+    assert await far_side.last(stream="OPENRL_TRAIN", subject="openrl.train.t.j") is None
+
+
+def test_the_same_without_asyncio(nats_url: str) -> None:
+    """C1: the sync facade; its loop runs beside, calls block."""
+    from openrl_client import sync
+
+    async def ensure() -> None:
+        bus = await Bus.connect(nats_url, name="far-side")
+        await streams.ensure(bus)
+        await bus.close()
+
+    asyncio.run(ensure())
+    with sync.connect(nats_url, "t") as client, pytest.raises(TimedOut):
+        client.submit(SPEC, timeout_s=0.2)
+
+
+def encode(result: TrainResult) -> bytes:
+    import msgspec
+
+    return msgspec.json.encode(result)
