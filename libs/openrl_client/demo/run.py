@@ -217,7 +217,7 @@ class Demo:
             state.begin(phase, self._now)
         state.step = ""
         if reward is not None and phase != "evaluate":
-            state.reward = f"{state.reward} → {reward:.3f}".removeprefix(" → ")
+            state.reward = f"{state.reward} → {reward:.2f}".removeprefix(" → ")
 
     def _on_step(self, state: JobState, line: dict[str, Any]) -> None:
         steps = self.settings.sft_steps if line["recipe"] == "sft" else self.settings.grpo_steps

@@ -18,7 +18,6 @@ class Row(Protocol):
     """What the view shows of a job."""
 
     name: str
-    kind: str
     phase: str
     step: str
     reward: str
@@ -77,7 +76,8 @@ class Screen:
             told = f"{row.phase} {row.reason}"
             if told != self._told.get(row.name) or (regular and row.step):
                 self._told[row.name] = told
-                parts = [f"{row.name:<10} {row.phase:<10}", row.step, row.reward and f"reward {row.reward}", row.seats]
+                parts = [f"{row.name:<10} {row.phase:<10}", row.step, row.reward and f"reward {row.reward}"]
+                parts.append(row.seats and f"claims {row.seats}")
                 parts.append(row.reason and f"waits: {row.reason}")
                 self.line("  ".join(part for part in parts if part))
         if regular:
@@ -87,9 +87,9 @@ class Screen:
         from rich.table import Table
 
         table = Table(title=f"OpenRL demo, {time.monotonic() - self._started:.0f} s", title_justify="left", expand=True)
-        for column in ("job", "kind", "phase", "step", "held-out reward", "seats"):
+        for column in ("job", "phase", "step", "held-out reward", "claims"):
             table.add_column(column, no_wrap=True)
         table.add_column("waits", ratio=1)
         for row in self._rows():
-            table.add_row(row.name, row.kind, row.phase, row.step, row.reward, row.seats, row.reason)
+            table.add_row(row.name, row.phase, row.step, row.reward, row.seats, row.reason)
         return table

@@ -112,11 +112,11 @@ class Watcher:
         return ""
 
     def seats_of(self, key: str) -> str:
-        """``trainer@claim sampler@claim`` for the live view."""
+        """The claims of trainer and sampler, shortened, for the live view."""
         record = self.jobs.get(key)
         parts = []
         for workload in (record.trainer, record.sampler) if record is not None else ():
             found = self.workloads.get(workload)
             if found is not None and found.claim:
-                parts.append(f"{found.shape.role.value}@{found.claim.rsplit('-', 1)[-1][:6]}")
+                parts.append(found.claim.rsplit("-", 1)[-1][:4])
         return " ".join(parts)
