@@ -148,8 +148,9 @@ def _job_cells(row: JobRow, now: float) -> list[str]:
         record.job,
         record.spec.kind.value,
         record.phase.value,
-        row.trainer_phase,
-        row.sampler_phase,
+        # A LoRA runtime outlives its jobs: its phase is no longer theirs.
+        "" if record.phase.ended else row.trainer_phase,
+        "" if record.phase.ended else row.sampler_phase,
         row.reason.value if row.reason else record.reason,
         age(record.submitted_at, record.ended_at or now),
         record.tenant,
