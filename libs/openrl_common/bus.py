@@ -26,6 +26,7 @@ import nats.js.errors
 from nats.js import api
 
 from openrl_common import streams
+from openrl_common.connection import Connection
 from openrl_common.errors import Bug, OpenRLError, Poison, Rejected, Transient, Unreachable
 from openrl_common.events import EVENT_DECODER, AnyEvent, Event
 from openrl_common.pull import JETSTREAM_FAULTS, NETWORK_ERRORS, Lost, Puller
@@ -141,7 +142,7 @@ class Bus:
                 return  # closing: nothing is lost
             log.warning("nats connection lost, reconnecting url=%s", url)
 
-        connection = nats.NATS()  # type: ignore[attr-defined]
+        connection = Connection()
         try:
             await asyncio.wait_for(
                 connection.connect(
