@@ -1,0 +1,459 @@
+"""``Bus`` and ``Bucket`` over a ``MemoryServer``: same interface, same errors, no sockets.
+
+What decides is the real code: unknown outcomes and delete markers (``Bucket._publish``), publishing until known to be
+stored (``Bus.publish_raw``), ack, nak or dead letter by error class (``Bus._settle``). Replaced is only what moves
+bytes: the JetStream calls, the pull of a consumer, the reader behind a mirror or a tail, core subjects.
+
+Everything a bus does goes through its server's ``Network``. A bus whose process was killed (``kill``) says nothing more
+and hears nothing more: whoever awaits something of it is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import hashlib
+import itertools
+import random
+import weakref
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from openrl_common.bus import _ERROR_CODE, Bus, Delivery, Handler, _delivery
+from openrl_common.errors import OpenRLError, Poison, Rejected, Transient, Unreachable
+from openrl_common.memory_server import Consumer, Member, MemoryServer, Stored, Watcher
+from openrl_common.store import Bucket, Entry, Mirror, Store
+from openrl_common.wire import PayloadRef
+
+T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
+
+_ASK_S = 2.0
+_CODECS: dict[type[Any], tuple[msgspec.json.Encoder, msgspec.json.Decoder[Any]]] = {}
+
+
+class _JetStream:
+    """The calls of nats-py's context that ``Bus`` and ``Bucket`` make."""
+
+    def __init__(self, bus: MemoryBus) -> None:
+        self._bus = bus
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes = b"",
+        timeout: float = _ASK_S,
+        headers: dict[str, str] | None = None,
+        msg_ttl: float | None = None,
+    ) -> SimpleNamespace:
+        kept = headers or {}
+        seq, duplicate = await self._bus.ask(lambda: self._bus.server.publish(subject, payload, kept), timeout)
+        return SimpleNamespace(seq=seq, duplicate=duplicate)
+
+    async def get_msg(self, stream: str, subject: str, direct: bool = False) -> Stored:
+        return cast(Stored, await self._bus.ask(lambda: self._bus.server.last(stream, subject), _ASK_S))
+
+
+@dataclass(slots=True)
+class _Message:
+    """What ``Bus._handle`` needs of nats-py's Msg."""
+
+    bus: MemoryBus
+    consumer: Consumer | None
+    stored: Stored
+    deliveries: int
+
+    @property
+    def subject(self) -> str:
+        return self.stored.subject
+
+    @property
+    def data(self) -> bytes:
+        return self.stored.data
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return self.stored.headers
+
+    @property
+    def metadata(self) -> Any:
+        stamp = SimpleNamespace(timestamp=lambda: self.stored.stored_at)
+        return SimpleNamespace(
+            sequence=SimpleNamespace(stream=self.stored.seq), num_delivered=self.deliveries, timestamp=stamp
+        )
+
+    async def ack(self) -> None:
+        if self.consumer is not None:
+            self.bus.tell(self.consumer.ack, self.stored.seq)
+
+    async def term(self) -> None:
+        await self.ack()
+
+    async def nak(self, delay: float = 0.0) -> None:
+        if self.consumer is not None:
+            self.bus.tell(self.consumer.nak, self.stored.seq, delay)
+
+    async def in_progress(self) -> None:
+        """The simulated ack wait is not extended: a slow handler is delivered again, which must change nothing."""
+
+
+class MemoryBus(Bus):
+    """A bus on a server in this process."""
+
+    def __init__(self, server: MemoryServer, name: str = "memory") -> None:
+        self.server = server
+        self.name = name
+        self.killed = False
+        self.context = contextvars.copy_context()
+        self.jetstream = _JetStream(self)  # type: ignore[assignment]
+        self.store = MemoryStore(self)
+        self.stopping = asyncio.Event()
+        self.reconnects = 0
+        self.failures: list[tuple[Delivery, BaseException]] = []
+        self._pullers = weakref.WeakSet()
+        self._subscriptions = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._inboxes = itertools.count()
+
+    @property
+    def connected(self) -> bool:
+        return self.server.up and not self.killed
+
+    def kill(self) -> None:
+        """Its process is gone, without a word."""
+        self.killed = True
+        self.server.disconnect(self)
+
+    async def close(self) -> None:
+        self.stopping.set()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.server.disconnect(self)
+
+    async def ensure_topology(self, *_: Any, **__: Any) -> None:
+        """The server has every stream and bucket from the start."""
+
+    async def ask(self, apply: Callable[[], Any], timeout_s: float) -> Any:
+        """Run ``apply`` at the server, by way of the network. Raises TimeoutError when no answer comes."""
+        if self.killed:
+            raise asyncio.CancelledError
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.server.network.ask(self, apply, answer, timeout_s)
+        return await answer
+
+    def tell(self, call: Callable[..., object], *arguments: Any) -> None:
+        if not self.killed:
+            self.server.network.tell(self, call, *arguments)
+
+    async def ask_until_answered(self, apply: Callable[[], T]) -> T:
+        while True:
+            try:
+                return cast(T, await self.ask(apply, _ASK_S))
+            except TimeoutError:
+                await asyncio.sleep(0.1)
+
+    # --- payloads ----------------------------------------------------------------------------------------------
+
+    async def put_payload(self, body: bytes) -> tuple[str, str]:
+        digest = hashlib.sha256(body).hexdigest()
+        self.server.payloads[digest] = body
+        return digest, digest
+
+    async def get_payload(self, reference: PayloadRef) -> bytes:
+        body = self.server.payloads.get(reference.object_name)
+        if body is None:
+            raise Rejected(
+                f"payload {reference.object_name} is not in the store: send it again", code="payload-lost"
+            )
+        if hashlib.sha256(body).hexdigest() != reference.digest:
+            raise Rejected(f"payload {reference.object_name} has another digest than announced", code="payload-lost")
+        return body
+
+    # --- consuming ---------------------------------------------------------------------------------------------
+
+    async def consume(
+        self,
+        *,
+        stream: str,
+        durable: str,
+        subjects: list[str],
+        handler: Handler,
+        concurrency: int = 1,
+        ack_wait_s: float = 30.0,
+        max_deliver: int = 20,
+        bound: asyncio.Event | None = None,
+        from_now: bool = False,
+    ) -> None:
+        member = Member(self, concurrency)
+        consumer: Consumer = await self.ask_until_answered(
+            lambda: self.server.join(stream, durable, subjects, member, ack_wait_s=ack_wait_s, from_now=from_now)
+        )
+        if bound is not None:
+            bound.set()
+
+        async def run(stored: Stored, deliveries: int) -> None:
+            message = _Message(self, consumer, stored, deliveries)
+            try:
+                await self._handle(cast(Any, message), handler, stream, durable, max_deliver)
+            finally:
+                member.in_hand -= 1
+                if not self.killed:
+                    consumer.dispatch()
+
+        async def stop() -> None:
+            await self._stop_on(self.stopping)
+            member.wake()
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                stopping = tasks.create_task(stop())
+                try:
+                    while not self.stopping.is_set():
+                        if not member.inbox:
+                            member.woken = asyncio.get_running_loop().create_future()
+                            await member.woken
+                            continue
+                        stored, deliveries = member.inbox.popleft()
+                        if concurrency == 1:
+                            await run(stored, deliveries)
+                        else:
+                            tasks.create_task(run(stored, deliveries))
+                finally:
+                    stopping.cancel()
+        finally:
+            consumer.members = [each for each in consumer.members if each is not member]
+            for stored, deliveries in member.inbox:
+                await _Message(self, consumer, stored, deliveries).nak()
+
+    async def _handle(self, message: Any, handler: Handler, stream: str, durable: str, max_deliver: int) -> None:
+        async def watched(delivery: Delivery) -> None:
+            try:
+                await handler(delivery)
+            except Exception as error:
+                if not isinstance(error, Transient | Rejected):
+                    self.failures.append((delivery, error))
+                raise
+
+        await super()._handle(message, watched, stream, durable, max_deliver)
+
+    async def tail(
+        self, *, stream: str, subject: str, start_sequence: int = 1, from_now: bool = False
+    ) -> AsyncGenerator[Delivery, None]:
+        position = start_sequence
+        queue: asyncio.Queue[list[Stored] | None] = asyncio.Queue()
+        if from_now:
+            position = max(position, self.server.streams[stream].seq + 1)
+        while not self.stopping.is_set():
+            watcher = Watcher(self, subject, queue.put_nowait, lambda: queue.put_nowait(None))
+            start = position
+            batch: list[Stored] | None = await self.ask_until_answered(
+                lambda watcher=watcher, start=start: self.server.watch(stream, watcher, start)
+            )
+            try:
+                while batch is not None:
+                    for stored in batch:
+                        if stored.seq >= position:
+                            position = stored.seq + 1
+                            yield _delivery(cast(Any, _Message(self, None, stored, 1)))
+                    batch = await queue.get()
+            finally:
+                watcher.closed = True
+                with contextlib.suppress(ValueError):
+                    self.server.streams[stream].watchers.remove(watcher)
+
+    # --- core subjects -----------------------------------------------------------------------------------------
+
+    def new_inbox(self) -> str:
+        return f"_INBOX.{self.name}.{next(self._inboxes)}"
+
+    async def send(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> None:
+        for bus, callback in self.server.core.get(subject, ())[:1]:
+            self.server.network.push(bus, "core", callback, body, headers or {})
+
+    async def subscribe(
+        self, subject: str, callback: Callable[[bytes, dict[str, str]], Awaitable[None]], *, queue: str = ""
+    ) -> Callable[[], Awaitable[None]]:
+        def on_message(body: bytes, headers: dict[str, str]) -> None:
+            self._spawn(cast(Any, callback(body, headers)))
+
+        served = (self, on_message)
+        self.server.core.setdefault(subject, []).append(served)
+
+        async def unsubscribe() -> None:
+            with contextlib.suppress(ValueError):
+                self.server.core[subject].remove(served)
+
+        return unsubscribe
+
+    async def request(self, subject: str, body: msgspec.Struct, answer: type[T], *, timeout_s: float = 5.0) -> T:
+        if not self.server.core.get(subject):
+            raise Unreachable(f"nobody serves {subject}: is the service running? (`openrl up`)")
+        inbox = self.new_inbox()
+        arrived: asyncio.Future[tuple[bytes, dict[str, str]]] = asyncio.get_running_loop().create_future()
+
+        async def on_answer(data: bytes, headers: dict[str, str]) -> None:
+            if not arrived.done():
+                arrived.set_result((data, headers))
+
+        unsubscribe = await self.subscribe(inbox, on_answer)
+        try:
+            await self.send(subject, msgspec.json.encode(body), {"reply": inbox})
+            data, headers = await asyncio.wait_for(arrived, timeout_s)
+        except TimeoutError as error:
+            raise Unreachable(f"nobody answered {subject} within {timeout_s:g} s") from error
+        finally:
+            await unsubscribe()
+        code = headers.get(_ERROR_CODE)
+        if code == "transient":
+            raise Transient(data.decode())
+        if code:
+            raise Rejected(data.decode(), code=code)
+        return msgspec.json.decode(data, type=answer)
+
+    async def serve(
+        self,
+        subject: str,
+        request_type: type[S],
+        handler: Callable[[S], Awaitable[msgspec.Struct]],
+        *,
+        queue: str = "q",
+    ) -> None:
+        async def on_request(data: bytes, headers: dict[str, str]) -> None:
+            try:
+                body = msgspec.json.encode(await handler(msgspec.json.decode(data, type=request_type)))
+                answer: dict[str, str] = {}
+            except msgspec.MsgspecError as error:
+                body, answer = f"the request is not usable: {error}".encode(), {_ERROR_CODE: "bad-request"}
+            except Rejected as error:
+                body, answer = str(error).encode(), {_ERROR_CODE: error.code}
+            except OpenRLError as error:
+                body, answer = str(error).encode(), {_ERROR_CODE: "transient"}
+            await self.send(headers["reply"], body, answer)
+
+        await self.subscribe(subject, on_request)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work, context=self.context)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class MemoryMirror(Mirror[T]):
+    """A mirror fed by a watcher; lists again when the server was away (E15)."""
+
+    def __init__(
+        self, bucket: MemoryBucket[T], prefix: str, on_change: Callable[[str, Entry[T] | None], None] | None
+    ) -> None:
+        super().__init__(on_change)
+        self._bucket = bucket
+        self._prefix = prefix
+        self._watcher: Watcher | None = None
+
+    async def open(self) -> None:
+        bus = self._bucket.memory_bus
+        watcher = Watcher(bus, f"{self._bucket.root}{self._prefix}>", self._on_batch, self._on_lost)
+        stored = await bus.ask_until_answered(lambda: bus.server.watch(self._bucket.stream, watcher))
+        self._watcher = watcher
+        self._replace(self._bucket.entries(stored))
+
+    async def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.closed = True
+            watchers = self._bucket.memory_bus.server.streams[self._bucket.stream].watchers
+            with contextlib.suppress(ValueError):
+                watchers.remove(self._watcher)
+
+    def _on_batch(self, batch: list[Stored]) -> None:
+        self._bucket.memory_bus.context.copy().run(self._take, batch)
+
+    def _take(self, batch: list[Stored]) -> None:
+        for stored in batch:
+            with contextlib.suppress(Poison):
+                key = stored.subject[len(self._bucket.root) :]
+                self._apply(key, self._bucket._entry(key, stored.data, stored.seq, stored.headers, stored))
+
+    def _on_lost(self) -> None:
+        self._bucket.memory_bus._spawn(self._reopen())
+
+    async def _reopen(self) -> None:
+        await asyncio.sleep(random.uniform(0.05, 0.2))
+        await self.open()
+
+
+class MemoryBucket(Bucket[T]):
+    """The real bucket but for its readers of many keys. Values are decoded once and shared: they are immutable."""
+
+    def __init__(self, bus: Bus, bucket: str, prefix: str, value_type: type[T]) -> None:
+        if value_type not in _CODECS:
+            _CODECS[value_type] = (msgspec.json.Encoder(), msgspec.json.Decoder(value_type))
+        self._bus = bus
+        self._stream = f"KV_{bucket}"
+        self._name = bucket
+        self._root = f"$KV.{bucket}.{prefix}"
+        self._encoder, self._decoder = _CODECS[value_type]
+
+    @property
+    def memory_bus(self) -> MemoryBus:
+        return cast(MemoryBus, self._bus)
+
+    @property
+    def stream(self) -> str:
+        return self._stream
+
+    @property
+    def root(self) -> str:
+        return self._root
+
+    async def get(self, key: str) -> Entry[T] | None:
+        stored = cast("Stored | None", await self._last(key, direct=True))
+        return None if stored is None else self._entry(key, stored.data, stored.seq, stored.headers, stored)
+
+    async def list(self, prefix: str = "") -> dict[str, Entry[T]]:
+        bus = self.memory_bus
+        pattern = f"{self._root}{prefix}>"
+        return self.entries(await bus.ask_until_answered(lambda: bus.server.streams[self._stream].snapshot(pattern, 1)))
+
+    async def mirror(
+        self, prefix: str = "", on_change: Callable[[str, Entry[T] | None], None] | None = None
+    ) -> Mirror[T]:
+        mirror = MemoryMirror(self, prefix, on_change)
+        await mirror.open()
+        return mirror
+
+    def entries(self, messages: list[Stored]) -> dict[str, Entry[T]]:
+        found: dict[str, Entry[T]] = {}
+        for stored in messages:
+            key = stored.subject[len(self._root) :]
+            with contextlib.suppress(Poison):
+                entry = self._entry(key, stored.data, stored.seq, stored.headers, stored)
+                if entry is not None:
+                    found[key] = entry
+        return found
+
+    def _entry(
+        self,
+        key: str,
+        data: bytes | None,
+        revision: int,
+        headers: dict[str, str] | None,
+        stored: Stored | None = None,
+    ) -> Entry[T] | None:
+        if stored is None or stored.value is None:
+            entry = super()._entry(key, data, revision, headers)
+            if stored is not None and entry is not None:
+                stored.value = entry.value
+            return entry
+        return Entry(key, stored.value, revision)
+
+
+class MemoryStore(Store):
+    """Every bucket, in memory."""
+
+    def __init__(self, bus: Bus) -> None:
+        super().__init__(bus, MemoryBucket)

@@ -1,0 +1,371 @@
+"""Simulated processes, machines and the network between them.
+
+A process is killed the way ``kill -9`` does it: whatever it had sent may still arrive, nothing it awaits ever returns, and
+its ``finally`` blocks reach nobody. Workers are processes on a machine: they outlive the launcher that started them,
+go live and renew their lease with the code of ``openrl_common.worker``, and die with their machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any, cast
+
+from openrl_common import worker
+from openrl_common.errors import Transient
+from openrl_common.memory import MemoryBus
+from openrl_common.memory_server import Network, Stored, Stream, outcome, settle
+from openrl_common.records import Device, ReadyRecord, WorkloadRecord
+from openrl_launcher.backend import Inventory, Launch
+from openrl_launcher.backend import Process as Handle
+from simulation.virtual_time import PROCESS
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+_REAP_ROUNDS_MAX = 100
+
+
+class Process:
+    """One operating-system process: a bus and the tasks that were started in its context."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.alive = True
+        self.skew_s = 0.0
+        self.stalled_until_s = 0.0
+        self._tasks: list[asyncio.Task[Any]] = []
+        context = contextvars.copy_context()
+        context.run(PROCESS.set, self)
+        self._context = context
+        self.bus: MemoryBus = context.run(MemoryBus, world.server, name)
+        self.main: asyncio.Task[None] | None = None
+
+    def own(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.append(task)
+        if len(self._tasks) > 512:
+            self._tasks = [each for each in self._tasks if not each.done()]
+
+    def run(self, body: Callable[[MemoryBus], Awaitable[None]]) -> None:
+        async def main() -> None:
+            await body(self.bus)
+
+        self.main = self.world.loop.create_task(main(), context=self._context)
+
+    def kill(self) -> None:
+        if self.alive:
+            self.alive = False
+            self.bus.kill()
+            self._reap(0)
+
+    def _reap(self, rounds: int) -> None:
+        """Cancel until nothing is left: code may catch a cancellation, but it cannot reach anybody any more."""
+        left = [task for task in self._tasks if not task.done()]
+        if rounds > _REAP_ROUNDS_MAX:
+            self.world.violation(f"process {self.name} cannot be ended: {left[:3]}")
+            return
+        for task in left:
+            task.cancel()
+        if left:
+            self.world.loop.post(0.0, self._reap, (rounds + 1,))
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.exception()  # taken note of: nobody else will
+
+
+class Fate(Enum):
+    ARRIVES = "arrives"
+    REQUEST_LOST = "request lost"
+    ANSWER_LOST = "answer lost"
+    LATE = "late"
+
+
+@dataclass(frozen=True)
+class Weather:
+    """How bad the network and the processes are; probabilities per message. All zero is calm."""
+
+    slow: float = 0.0
+    very_slow: float = 0.0
+    request_lost: float = 0.0
+    answer_lost: float = 0.0
+    late: float = 0.0
+    delivery_lost: float = 0.0
+    delivered_twice: float = 0.0
+    ack_lost: float = 0.0
+    changes_late: float = 0.0
+    crash_at_effect: float = 0.0
+
+
+CALM = Weather()
+
+
+class SimulatedNetwork(Network):
+    """Delays, loses and repeats words by a seed; kills a process at one of its effects now and then."""
+
+    def __init__(self, world: World, random: Random) -> None:
+        self._world = world
+        self._draw = random.random
+        self.weather = CALM
+        self._backlog: list[tuple[Any, ...]] = []
+        self.num_delivered = 0
+
+    def post(self, delay_s: float, call: Callable[..., object], *arguments: Any) -> None:
+        self._world.loop.post(delay_s, call, arguments)
+
+    def delay_s(self) -> float:
+        draw = self._draw()
+        weather = self.weather
+        if draw >= weather.slow:
+            return 0.0005 + 0.002 * self._draw()
+        return (3.0 if draw < weather.very_slow else 0.06) * self._draw()
+
+    def ask(self, bus: MemoryBus, apply: Callable[[], Any], answer: asyncio.Future[Any], timeout_s: float) -> None:
+        fate = self._fate()
+        delay_s = self.delay_s()
+        if fate is Fate.REQUEST_LOST:
+            self.post(timeout_s, self._answer, bus, answer, None, TimeoutError())
+            return
+        if fate is not Fate.ARRIVES:
+            self.post(timeout_s, self._answer, bus, answer, None, TimeoutError())
+        if fate is Fate.LATE:
+            delay_s = timeout_s + 3.0 * self._draw()
+        self.post(delay_s, self._arrive_at, bus, apply, answer, timeout_s, fate)
+
+    def _fate(self) -> Fate:
+        weather = self.weather
+        if weather is CALM:
+            return Fate.ARRIVES
+        draw = self._draw()
+        for probability, fate in (
+            (weather.request_lost, Fate.REQUEST_LOST),
+            (weather.answer_lost, Fate.ANSWER_LOST),
+            (weather.late, Fate.LATE),
+        ):
+            if draw < probability:
+                return fate
+            draw -= probability
+        return Fate.ARRIVES
+
+    def _arrive_at(
+        self, bus: MemoryBus, apply: Callable[[], Any], answer: asyncio.Future[Any], timeout_s: float, fate: Fate
+    ) -> None:
+        server = bus.server
+        if not server.up:
+            if self._draw() < 0.5:  # the client keeps what it could not send and sends it after the reconnect
+                self._backlog.append((bus, apply, answer, timeout_s, fate))
+            self.post(timeout_s, self._answer, bus, answer, None, TimeoutError())
+            return
+        if self.weather.crash_at_effect and self._draw() < self.weather.crash_at_effect and not bus.killed:
+            self._world.crash(bus, before=True)
+            if self._draw() < 0.5:
+                return
+        self._world.acting = bus.name
+        result, error = outcome(apply)
+        if fate is Fate.ARRIVES:
+            self.post(self.delay_s(), self._answer, bus, answer, result, error)
+
+    def _answer(self, bus: MemoryBus, answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+        if bus.killed or answer.done():
+            return
+        wait_s = self._world.stalled_for_s(bus)
+        if wait_s > 0:
+            self.post(wait_s, self._answer, bus, answer, result, error)
+            return
+        settle(answer, result, error)
+
+    def tell(self, bus: MemoryBus, call: Callable[..., object], *arguments: Any) -> None:
+        if self._draw() >= self.weather.ack_lost:
+            self.post(self.delay_s(), self._told, bus, call, arguments)
+
+    def _told(self, bus: MemoryBus, call: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+        if bus.server.up:
+            call(*arguments)
+
+    def push(self, bus: MemoryBus, kind: str, call: Callable[..., object], *arguments: Any) -> None:
+        delay_s = self.delay_s()
+        if kind == "changes":
+            if self._draw() < self.weather.changes_late:
+                delay_s = 4.0 * self._draw()
+        elif kind == "message":
+            if self._draw() < self.weather.delivery_lost:
+                return
+            if self._draw() < self.weather.delivered_twice:
+                self.post(2.0 * self._draw(), self._pushed, bus, call, arguments, True)
+        self.post(delay_s, self._pushed, bus, call, arguments, kind == "message")
+
+    def _pushed(self, bus: MemoryBus, call: Callable[..., object], arguments: tuple[Any, ...], count: bool) -> None:
+        if bus.killed:
+            return
+        wait_s = self._world.stalled_for_s(bus)
+        if wait_s > 0:
+            self.post(wait_s, self._pushed, bus, call, arguments, count)
+            return
+        self.num_delivered += count
+        call(*arguments)
+
+    def landed(self, stream: Stream, message: Stored, before: Stored | None) -> None:
+        self._world.landed(stream, message, before)
+
+    def server_is_back(self) -> None:
+        backlog, self._backlog = self._backlog, []
+        for request in backlog:
+            self.post(self.delay_s(), self._arrive_at, *request)
+
+
+@dataclass
+class Worker:
+    """One worker process on a machine. ``touching``: between going live and its end, whatever the lease says."""
+
+    pid: int
+    launch: Launch
+    node: str
+    process: Process
+    started_at: float
+    parent: Process | None
+    ignores_sigterm: bool
+    touching: bool = False
+    exit_code: int | None = None
+    waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    sigterm: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def alive(self) -> bool:
+        return self.exit_code is None
+
+
+class Machine:
+    """A node: devices, host memory, worker processes. It is the backend of its launcher (the port of ``backend``)."""
+
+    def __init__(self, world: World, node: str, devices: tuple[int, ...], host_bytes: int, random: Random) -> None:
+        self._world = world
+        self.node = node
+        self.devices = tuple(Device(device=f"dev{index}", memory_bytes=size) for index, size in enumerate(devices))
+        self.host_bytes = host_bytes
+        self._random = random
+        self._pids = itertools.count(100)
+        self.workers: dict[int, Worker] = {}
+
+    def alive(self) -> list[Worker]:
+        return [each for each in self.workers.values() if each.alive]
+
+    def power_off(self) -> None:
+        for each in self.alive():
+            self.end(each, 137)
+
+    def end(self, worker_process: Worker, exit_code: int) -> None:
+        if worker_process.alive:
+            worker_process.exit_code = exit_code
+            worker_process.touching = False
+            worker_process.process.kill()
+            for waiter in worker_process.waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._world.note(f"worker {worker_process.launch.assignment} ended code={exit_code}")
+
+    # --- the port --------------------------------------------------------------------------------------------------
+
+    def inventory(self) -> Inventory:
+        return Inventory(devices=self.devices, host_allocatable_bytes=self.host_bytes, declared=True)
+
+    def running(self) -> dict[str, Handle]:
+        return {each.launch.assignment: self._handle(each) for each in self.alive()}
+
+    def launch(self, launch: Launch) -> Handle:
+        parent = PROCESS.get()
+        if not parent.alive:
+            raise asyncio.CancelledError
+        self._world.note(f"launch {launch.assignment} of {launch.workload}")
+        process = Process(self._world, f"worker-{launch.assignment}")
+        started = Worker(
+            pid=next(self._pids),
+            launch=launch,
+            node=self.node,
+            process=process,
+            started_at=self._world.loop.now_s,
+            parent=parent,
+            ignores_sigterm=self._random.random() < 0.1,
+        )
+        self._world.invariants.worker_starts(started)
+        self.workers[started.pid] = started
+        process.run(lambda bus: self._work(started, bus))
+        return self._handle(started)
+
+    def log_path(self, launch: Launch) -> Path:
+        return Path("logs") / launch.assignment
+
+    async def wait(self, process: Handle) -> int | None:
+        waited = self.workers[process.pid]
+        if waited.alive:
+            ended = self._world.loop.create_future()
+            waited.waiters.append(ended)
+            await ended
+        return waited.exit_code if waited.parent is PROCESS.get() else None
+
+    def terminate(self, process: Handle) -> None:
+        self.workers[process.pid].sigterm.set()
+
+    def kill(self, process: Handle) -> None:
+        self.end(self.workers[process.pid], 137)
+
+    def sweep(self, assignment: str) -> int:
+        return 0
+
+    def leaked(self, devices: tuple[str, ...], *, expect_idle: bool) -> str | None:
+        return None
+
+    def last_error(self, log_path: str) -> str:
+        return ""
+
+    # --- a worker's life -------------------------------------------------------------------------------------------
+
+    def _handle(self, of: Worker) -> Handle:
+        return Handle(of.launch.assignment, of.launch.workload, of.pid, of.started_at)
+
+    async def _work(self, this: Worker, bus: MemoryBus) -> None:
+        try:
+            code = await self._life(this, bus)
+        except Transient:
+            code = 5
+        self.end(this, code)
+
+    async def _life(self, this: Worker, bus: MemoryBus) -> int:
+        """Import, go live, load, be ready, work until fenced, told to end, or something breaks."""
+        draw = self._random.random
+        told = self._world.loop.create_task(this.sigterm.wait(), context=bus.context)
+        await asyncio.sleep(0.02 + 0.5 * draw())
+        context = worker.WorkerContext(
+            service=cast(Any, None),
+            bus=bus,
+            store=bus.store,
+            workload=cast(WorkloadRecord, None),
+            assignment=this.launch.assignment,
+            node=self.node,
+            home=Path("."),
+            device_bytes=this.launch.device_bytes,
+            stopping=bus.stopping,
+        )
+        revision = await worker._go_live(context)
+        if revision is None:
+            return 0
+        this.touching = True
+        self._world.invariants.worker_touches(this)
+        renewing = asyncio.create_task(worker._renew(context, revision))
+        await asyncio.wait({renewing, told}, timeout=0.1 + draw(), return_when=asyncio.FIRST_COMPLETED)
+        if not renewing.done() and not told.done():
+            ready = ReadyRecord(assignment=this.launch.assignment, workload=this.launch.workload, ready=True)
+            await bus.store.ready.put(this.launch.assignment, ready)
+        life_s = self._world.worker_life_s(this)
+        await asyncio.wait({renewing, told}, timeout=life_s, return_when=asyncio.FIRST_COMPLETED)
+        if told.done() and this.ignores_sigterm:
+            await asyncio.wait({renewing})
+        if told.done():
+            await asyncio.sleep(0.2 * draw())
+            return 0
+        return 0 if renewing.done() else 1

@@ -1,0 +1,459 @@
+"""One simulated system: the real services over an in-memory server, on virtual time, under a plan's faults."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from types import TracebackType
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+import openrl_common.worker
+import openrl_launcher.service
+import openrl_placement.service
+from openrl_common import service
+from openrl_common.errors import OpenRLError, Transient
+from openrl_common.events import EVENT_DECODER, JobCancelled, JobFinished, JobSubmitted
+from openrl_common.memory import MemoryBus
+from openrl_common.memory_server import MemoryServer, Stored, Stream
+from openrl_common.quantities import GIB
+from openrl_common.records import JobKind, JobSpec, Overrides
+from openrl_common.service import ServiceContext
+from openrl_launcher.__main__ import _body as launcher_body
+from openrl_launcher.service import Launcher
+from openrl_launcher.settings import LauncherSettings
+from openrl_ledger.service import LedgerSettings
+from openrl_ledger.service import serve as serve_ledger
+from openrl_placement.estimator import Model
+from openrl_placement.service import PlacementSettings
+from openrl_placement.service import serve as serve_placement
+from simulation.invariants import Invariants
+from simulation.machines import CALM, Machine, Process, SimulatedNetwork, Worker
+from simulation.plan import FAULT_PHASE_S, Fault, JobPlan, Plan
+from simulation.settled import Settled
+from simulation.virtual_time import PROCESS, VirtualLoop, deterministic
+
+SETTLE_S = 240.0
+"""Faults have stopped: this long every wait may take to become true and every leftover to go (invariants 7 to 9)."""
+_LOOK_S = 2.0
+_ACK_WAIT_FACTOR = 0.1
+_MODEL = Model(parameters=10_000_000, largest_tensor_elements=1_000_000, kv_values_per_token=512, vocabulary=1000)
+_BASE: dict[str, Any] = {
+    "nats_url": "memory", "home": Path("home"), "log_level": "error", "log_format": "json", "health_host": "",
+    "health_port": 0,
+}  # fmt: skip
+
+
+class Violated(Exception):
+    """The run is over: an invariant does not hold."""
+
+
+@dataclass
+class Outcome:
+    """What became of one schedule. ``digest`` is equal for equal runs, event by event."""
+
+    seed: int
+    violation: str = ""
+    num_delivered: int = 0
+    num_writes: int = 0
+    num_workloads: int = 0
+    num_crashes: int = 0
+    virtual_s: float = 0.0
+    digest: str = ""
+    trace: list[str] = field(default_factory=list)
+
+
+class World:
+    def __init__(self, plan: Plan, *, tracing: bool = False) -> None:
+        self.plan = plan
+        self.loop = VirtualLoop()
+        self.tracing = tracing
+        self.trace: list[str] = []
+        self.acting = ""
+        self._hash = hashlib.sha256()
+        self._violations: list[str] = []
+        self.num_writes = 0
+        self.num_crashes = 0
+        self.num_started = 0
+        self.workloads_seen: set[str] = set()
+        self._random = Random(f"world {plan.seed}")
+        self.network = SimulatedNetwork(self, Random(f"network {plan.seed}"))
+        self.server = MemoryServer(self.network)
+        self.server.ack_wait_factor = _ACK_WAIT_FACTOR
+        self.server.streams["OPENRL_EVENTS"].duplicate_window_s = plan.duplicate_window_s
+        self.invariants = Invariants(self)
+        self.truth = self.invariants.truth
+        self.processes: dict[str, Process] = {}
+        self.machines: dict[str, Machine] = {}
+        self._dark: set[str] = set()
+        self._healing = False
+        for index, node in enumerate(plan.nodes):
+            self.machines[f"n{index}"] = Machine(
+                self, f"n{index}", node.devices, node.host_bytes, Random(f"machine {index} {plan.seed}")
+            )
+        self.client = Process(self, "client")
+        self.settled = Settled(self)
+
+    # --- what others ask of the world --------------------------------------------------------------------------------
+
+    def violation(self, what: str) -> None:
+        self._violations.append(f"{self.loop.now_s:.4f} s: {what}")
+        self.note(f"VIOLATION {what}")
+
+    def note(self, line: str) -> None:
+        if self.tracing:
+            self.trace.append(f"{self.loop.now_s:10.4f} {line}")
+
+    def landed(self, stream: Stream, message: Stored, before: Stored | None) -> None:
+        self.num_writes += 1
+        self._hash.update(f"{self.loop.now_s:.6f} {message.subject} {message.seq}\n".encode())
+        if self.tracing:
+            self._trace_write(stream, message)
+        if stream.kv:
+            if message.subject.startswith("$KV.openrl_workloads."):
+                self.workloads_seen.add(message.subject)
+            self.invariants.written(stream, message, before)
+
+    def _trace_write(self, stream: Stream, message: Stored) -> None:
+        if ".lease." in message.subject and b"renewals" in message.data and b"tombstone" not in message.data:
+            return
+        if message.subject.startswith("$KV.openrl_nodes"):
+            return
+        shown = message.data.decode(errors="replace")
+        self.note(f"{self.acting:12} {stream.name} #{message.seq} {message.subject} {shown[:600]}")
+
+    def stalled_for_s(self, bus: MemoryBus) -> float:
+        process = bus.context.get(PROCESS)
+        return 0.0 if process is None else float(process.stalled_until_s - self.loop.now_s)
+
+    def crash(self, bus: MemoryBus, *, before: bool) -> None:
+        """Kill the process behind a bus, at one of its effects."""
+        process = bus.context.get(PROCESS)
+        if process is None or process is self.client or not process.alive:
+            return
+        for machine in self.machines.values():
+            for each in machine.alive():
+                if each.process is process:
+                    machine.end(each, 137)
+                    return
+        self.kill(process.name)
+
+    def worker_life_s(self, worker: Worker) -> float:
+        """How long a worker works before something in it breaks; for ever in calm times."""
+        if self._healing or self._random.random() >= self.plan.worker_failure:
+            return 1e9
+        return self._random.uniform(0.1, 10.0)
+
+    # --- processes -----------------------------------------------------------------------------------------------------
+
+    def start(self, name: str) -> None:
+        old = self.processes.get(name)
+        if old is not None and old.alive:
+            return
+        if name.removeprefix("launcher-") in self._dark:
+            return
+        self.num_started += 1
+        process = self.processes[name] = Process(self, name)
+        process.skew_s = 0.0 if self._healing else self.plan.skews_s.get(name, 0.0)
+        self.note(f"start {name}")
+        process.run(self._body(name))
+        assert process.main is not None
+        process.main.add_done_callback(lambda task: self._ended(process, task))
+
+    def kill(self, name: str) -> None:
+        process = self.processes.get(name)
+        if process is not None and process.alive:
+            self.num_crashes += 1
+            self.note(f"kill {name}")
+            process.kill()
+            self.loop.post(self._random.uniform(0.05, 4.0), self.start, (name,))
+
+    def _ended(self, process: Process, task: asyncio.Task[None]) -> None:
+        """What a supervisor does: start it again, unless it was told to end."""
+        if not process.alive:
+            return
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, BaseExceptionGroup):
+            error = service._root(error)
+        if error is not None and not isinstance(error, Transient):
+            self.violation(f"process {process.name} failed: {error!r}{_where(error)}")
+        self.note(f"process {process.name} ended: {error!r}")
+        process.alive = True
+        process.kill()
+        self.loop.post(self._random.uniform(0.05, 1.0), self.start, (process.name,))
+
+    def _body(self, name: str) -> Callable[[MemoryBus], Any]:
+        async def body(bus: MemoryBus) -> None:
+            context = ServiceContext(bus, bus.stopping, CollectorRegistry(), {})
+            plan = self.plan
+            if name.startswith("ledger"):
+                await serve_ledger(
+                    context, LedgerSettings(**_BASE, max_seats_per_claim=plan.limit, janitor_every_s=3.0)
+                )
+            elif name == "placement":
+                await serve_placement(context, self._placement_settings())
+            else:
+                node = name.removeprefix("launcher-")
+                index = int(node[1:])
+                settings = LauncherSettings(
+                    **_BASE, node=node, roles=plan.nodes[index].roles, stop_grace_s=2.0, restarts_max=plan.restarts_max
+                )
+                await launcher_body(context, Launcher(bus, self.machines[node], settings))
+            await bus.close()
+
+        return body
+
+    def _placement_settings(self) -> PlacementSettings:
+        plan = self.plan
+        return PlacementSettings(
+            **_BASE,
+            max_seats_per_claim=plan.limit,
+            placement_strategy=plan.strategy,
+            owner_affinity=plan.owner_affinity,
+            placement_timeout_s=plan.placement_timeout_s,
+            lora_jobs_per_runtime=plan.lora_jobs_per_runtime,
+            lora_idle_s=plan.lora_idle_s,
+            trainer_host_base_bytes=GIB,
+            sampler_host_base_bytes=GIB,
+            trainer_device_base_bytes=GIB,
+            sampler_device_base_bytes=GIB,
+            sampler_cache_tokens=1024,
+            update_staging_factor=1.0,
+            pass_every_s=4.0,
+        )
+
+    # --- faults --------------------------------------------------------------------------------------------------------
+
+    def _do(self, fault: Fault) -> None:
+        if self._healing:
+            return
+        self.note(f"fault {fault.what} {fault.whom} {fault.lasts_s:g}")
+        if fault.what == "kill":
+            self.kill(fault.whom)
+        elif fault.what == "stop":
+            process = self.processes.get(fault.whom)
+            if process is not None:
+                process.bus.stopping.set()
+        elif fault.what == "stall":
+            process = self.processes.get(fault.whom)
+            if process is not None:
+                process.stalled_until_s = self.loop.now_s + fault.lasts_s
+        elif fault.what == "outage":
+            self.server.stop()
+            self.loop.post(fault.lasts_s, self._server_back, ())
+        elif fault.what == "power-off":
+            self._dark.add(fault.whom)
+            self.machines[fault.whom].power_off()
+            self.kill(f"launcher-{fault.whom}")
+            self.loop.post(fault.lasts_s, self._power_on, (fault.whom,))
+
+    def _server_back(self) -> None:
+        if not self.server.up:
+            self.note("nats is back")
+            self.server.start()
+            self.network.server_is_back()
+
+    def _power_on(self, node: str) -> None:
+        self._dark.discard(node)
+        self.start(f"launcher-{node}")
+
+    def _heal(self) -> None:
+        self.note("--- faults stop")
+        self._healing = True
+        self.network.weather = CALM
+        self._server_back()
+        for process in self.processes.values():
+            process.stalled_until_s = 0.0
+            process.skew_s = 0.0
+        self._dark.clear()
+        for name in self._names():
+            self.start(name)
+
+    def _names(self) -> list[str]:
+        plan = self.plan
+        names = [f"ledger-{index}" for index in range(plan.num_ledgers)]
+        return names + ["placement"] + [f"launcher-n{index}" for index in range(len(plan.nodes))]
+
+    # --- clients -------------------------------------------------------------------------------------------------------
+
+    def _submit(self, job: JobPlan) -> None:
+        small, large = job.device_gib
+        spec = JobSpec(
+            name=job.name,
+            kind=JobKind(job.kind),
+            base_model="model",
+            exclusive=job.exclusive,
+            priority=job.priority,
+            overrides=Overrides(
+                trainer_device_gib=large,
+                sampler_device_gib=small,
+                trainer_host_gib=job.host_gib,
+                sampler_host_gib=job.host_gib,
+            ),
+        )
+        self._publish(JobSubmitted(tenant="t", job=job.name, submission=job.submission, spec=spec))
+
+    def end_job(self, name: str, submission: str, how: str) -> None:
+        event = JobCancelled if how == "cancel" else JobFinished
+        self._publish(event(tenant="t", job=name, submission=submission))
+
+    def _publish(self, event: Any) -> None:
+        async def insist() -> None:
+            while True:
+                try:
+                    return await self.client.bus.publish(event)
+                except Transient:
+                    await asyncio.sleep(0.5)
+
+        self.loop.create_task(insist(), context=self.client.bus.context)
+
+    # --- the run -------------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        for name in self._names():
+            self.start(name)
+        await asyncio.sleep(0.2)
+        self.network.weather = self.plan.weather
+        for job in self.plan.jobs:
+            self.loop.post(max(0.0, job.at_s), self._submit, (job,))
+            if job.ends:
+                self.loop.post(max(0.0, job.ends_at_s), self.end_job, (job.name, job.submission, job.ends))
+        for fault in self.plan.faults:
+            self.loop.post(fault.at_s, self._do, (fault,))
+        await self._sleep(FAULT_PHASE_S)
+        self._heal()
+        await self._until(self.settled.waits_are_true, "not settled")
+        await self._release_one()
+        for job in self.truth.jobs().values():
+            if not job.phase.ended:
+                self.end_job(job.job, job.submission, "finish")
+        self.note("--- every job is finished")
+        await self._until(self.settled.nothing_is_left, "leftovers")
+
+    async def _release_one(self) -> None:
+        """W1, invariant 8: a seat freed in calm times goes to the first in line that it fits."""
+        placed = self.settled.placed_jobs()
+        if not placed or not self.settled.waiting():
+            return
+        before = self.settled.waiting()
+        job = self._random.choice(placed)
+        self.note(f"--- one job is finished: {job.job}")
+        self.end_job(job.job, job.submission, "finish")
+        await self._sleep(6.0)
+        await self._until(self.settled.waits_are_true, "not settled after a release")
+        for problem in self.settled.skipped(before):
+            self.violation(problem)
+        self._stop_if_violated()
+
+    async def _until(self, problems: Callable[[], list[str]], what: str) -> None:
+        deadline_s = self.loop.now_s + SETTLE_S
+        await self._sleep(1.0)
+        while found := problems():
+            if self.loop.now_s > deadline_s:
+                raise Violated(f"{what} {SETTLE_S:g} s after the faults stopped: {'; '.join(found[:4])}")
+            await self._sleep(_LOOK_S)
+
+    async def _sleep(self, seconds: float) -> None:
+        end_s = self.loop.now_s + seconds
+        while self.loop.now_s < end_s:
+            await asyncio.sleep(min(0.5, end_s - self.loop.now_s + 1e-6))
+            self._stop_if_violated()
+
+    def _stop_if_violated(self) -> None:
+        for process in self.processes.values():
+            for delivery, error in process.bus.failures:
+                self._violations.append(f"{process.name} failed on {delivery.subject}: {error!r}{_where(error)}")
+        if self._violations:
+            raise Violated(self._violations[0])
+
+    def run(self) -> Outcome:
+        outcome = Outcome(self.plan.seed)
+        errors: list[dict[str, Any]] = []
+        self.loop.set_exception_handler(lambda _, context: errors.append(context))
+        with quiet(), hurried(), deterministic(self.loop, self.plan.seed):
+            asyncio.set_event_loop(self.loop)
+            try:
+                self.loop.run_until_complete(self._run())
+                if errors:
+                    outcome.violation = f"unhandled: {errors[0].get('message')} {errors[0].get('exception')!r}"
+            except Violated as error:
+                outcome.violation = str(error)
+            finally:
+                self._end()
+        outcome.num_delivered = self.network.num_delivered
+        outcome.num_writes = self.num_writes
+        outcome.num_workloads = len(self.workloads_seen)
+        outcome.num_crashes = self.num_crashes
+        outcome.virtual_s = self.loop.now_s
+        outcome.digest = self._hash.hexdigest()[:16]
+        outcome.trace = self.trace
+        return outcome
+
+    def _end(self) -> None:
+        """Kill everything and let the cancelled tasks run out."""
+        self._healing = True
+        everyone = [*self.processes.values(), self.client]
+        everyone += [each.process for machine in self.machines.values() for each in machine.alive()]
+        for process in everyone:
+            process.kill()
+        for _ in range(20):
+            self.loop.call_soon(self.loop.stop)
+            self.loop.run_forever()
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        for _ in range(5):
+            self.loop.call_soon(self.loop.stop)
+            self.loop.run_forever()
+        asyncio.set_event_loop(None)
+        self.loop.close()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No logs: thousands of runs, each full of faults."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@contextlib.contextmanager
+def hurried() -> Iterator[None]:
+    """Periods whose length is no rule are made longer: less virtual time spent on heartbeats. Models need no files."""
+    replaced: list[tuple[Any, str, Any]] = [
+        (openrl_common.worker, "RENEW_S", 5.0),
+        (openrl_launcher.service, "HEARTBEAT_S", 20.0),
+        (openrl_placement.service, "read_model", lambda directory: _MODEL),
+        (openrl_placement.service, "_stamp", lambda directory: 0.0),
+    ]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    try:
+        for owner, name, new in replaced:
+            setattr(owner, name, new)
+        yield
+    finally:
+        for owner, name, old in originals:
+            setattr(owner, name, old)
+
+
+def _where(error: BaseException | None) -> str:
+    """The innermost line of this project in a traceback."""
+    found = ""
+    trace: TracebackType | None = None if error is None else error.__traceback__
+    while trace is not None:
+        found = f" at {Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+__all__ = ["EVENT_DECODER", "OpenRLError", "Outcome", "World", "msgspec"]
