@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 import nats.js.errors
@@ -285,9 +285,9 @@ class Bucket(Generic[T]):
 class Store:
     """Every bucket of 01, typed. A view's keys are without the prefix shown in 01."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, make: Callable[[Bus, str, str, type[Any]], Bucket[Any]] | None = None) -> None:
         def view(bucket: str, prefix: str, value_type: type[T]) -> Bucket[T]:
-            return Bucket(bus, bucket, prefix, value_type)
+            return (make or Bucket)(bus, bucket, prefix, value_type)
 
         self.jobs = view("openrl_jobs", "", records.JobRecord)
         self.workloads = view("openrl_workloads", "", records.WorkloadRecord)
