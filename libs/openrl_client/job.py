@@ -207,7 +207,8 @@ class Job:
     async def _wait_change(self, deadline: float | None) -> None:
         wait_s = POLL_INTERVAL_S if deadline is None else max(0.01, min(POLL_INTERVAL_S, deadline - time.monotonic()))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await self._changed.wait()
         self._changed.clear()
 
     async def wait_ended(self, timeout_s: float | None = END_TIMEOUT_S) -> JobRecord:

@@ -389,12 +389,14 @@ def _free_port() -> int:
 async def _answers(port: int) -> bool:
     """Whether /readyz answers 200."""
     try:
-        reader, writer = await asyncio.wait_for(asyncio.open_connection("127.0.0.1", port), 1.0)
+        async with asyncio.timeout(1.0):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except (OSError, TimeoutError):
         return False
     try:
         writer.write(b"GET /readyz HTTP/1.0\r\n\r\n")
-        return b" 200 " in await asyncio.wait_for(reader.readline(), 2.0)
+        async with asyncio.timeout(2.0):
+            return b" 200 " in await reader.readline()
     except (OSError, TimeoutError):
         return False
     finally:

@@ -29,7 +29,7 @@ from openrl_common import streams
 from openrl_common.connection import Connection
 from openrl_common.errors import Bug, OpenRLError, Poison, Rejected, Transient, Unreachable
 from openrl_common.events import EVENT_DECODER, AnyEvent, Event
-from openrl_common.pull import JETSTREAM_FAULTS, NETWORK_ERRORS, Lost, Puller
+from openrl_common.pull import JETSTREAM_FAULTS, NETWORK_ERRORS, Lost, Puller, heed_cancellation
 from openrl_common.store import Store
 from openrl_common.telemetry import extract_context, inject_context, tracer
 from openrl_common.wire import PayloadRef
@@ -144,8 +144,8 @@ class Bus:
 
         connection = Connection()
         try:
-            await asyncio.wait_for(
-                connection.connect(
+            async with asyncio.timeout(deadline_s):
+                await connection.connect(
                     servers=[url],
                     name=name,
                     max_reconnect_attempts=-1,
@@ -158,9 +158,7 @@ class Bus:
                     error_cb=on_error,
                     disconnected_cb=on_disconnect,
                     reconnected_cb=on_reconnect,
-                ),
-                deadline_s,
-            )
+                )
         except _CONNECT_ERRORS as error:
             with contextlib.suppress(Exception):
                 await connection.close()
@@ -193,9 +191,11 @@ class Bus:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(*NETWORK_ERRORS, nats.errors.Error):
             if self.connected:
-                await asyncio.wait_for(self._connection.flush(), 2.0)
+                async with asyncio.timeout(2.0):
+                    await self._connection.flush()
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(self._connection.close(), _DRAIN_S)
+            async with asyncio.timeout(_DRAIN_S):
+                await self._connection.close()
 
     async def ensure_topology(
         self,
@@ -429,21 +429,21 @@ class Bus:
                 puller.done()
                 slots.release()
 
+        taking: asyncio.Future[Msg] | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 stop = tasks.create_task(self._stop_on(self.stopping))
                 try:
                     while not self.stopping.is_set():
+                        heed_cancellation()
                         await slots.acquire()
                         message = await puller.take()
                         if message is None:
                             taking = asyncio.ensure_future(puller.next())
                             await asyncio.wait({taking, stop}, return_when=asyncio.FIRST_COMPLETED)
                             if not taking.done():
-                                taking.cancel()
-                                slots.release()
                                 break
-                            message = taking.result()
+                            message, taking = taking.result(), None
                         if concurrency == 1:
                             await run(message)
                         else:
@@ -452,7 +452,12 @@ class Bus:
                     stop.cancel()
         finally:
             self.forget_puller(puller)
-            for message in await puller.stop():
+            rest = await puller.stop()
+            if taking is not None:
+                taking.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Lost):
+                    rest.append(await taking)
+            for message in rest:
                 with contextlib.suppress(*NETWORK_ERRORS, nats.errors.Error):
                     await message.nak()
 
@@ -536,6 +541,7 @@ class Bus:
         """
         position = start_sequence
         while not self.stopping.is_set():
+            heed_cancellation()
             policy = api.DeliverPolicy.NEW if from_now and position <= 1 else api.DeliverPolicy.BY_START_SEQUENCE
             start = position
 

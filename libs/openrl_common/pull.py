@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _EXPIRES_S = 10.0
 _SILENCE_S = 12.0
+_LOOK_S = 1.0
 _BACK_OFF_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 
 NETWORK_ERRORS: tuple[type[Exception], ...] = (
@@ -47,6 +48,18 @@ NETWORK_ERRORS: tuple[type[Exception], ...] = (
 
 JETSTREAM_FAULTS: tuple[type[Exception], ...] = (*NETWORK_ERRORS, nats.js.errors.APIError)
 """The same, or an error that JetStream itself answered."""
+
+
+def heed_cancellation() -> None:
+    """Raise CancelledError when this task was asked to end; for loops around calls of the client library.
+
+    nats-py waits with ``asyncio.wait_for``, which on Python 3.11 returns the answer and drops a cancellation that came
+    in the same turn of the loop. The request is still counted in ``cancelling()``: a loop that would go on for ever
+    looks there before each round.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 class Lost(Exception):
@@ -127,22 +140,18 @@ class Puller:
             if message is not None:
                 self._in_hand += 1
                 return message
-            if self._interrupted:
-                return None
         return None
 
     async def next(self) -> Msg:
         """The next message. Raises Lost when ordered and the position may have been lost."""
         while True:
+            heed_cancellation()
             if self._interrupted:
                 await self._recover()
             await self._refill()
             try:
-                message = (
-                    await asyncio.wait_for(self._buffer.get(), 1.0)
-                    if self._buffer.empty()
-                    else self._buffer.get_nowait()
-                )
+                async with asyncio.timeout(_LOOK_S):
+                    message = await self._buffer.get()
             except TimeoutError:
                 if self._outstanding and time.monotonic() - self._seen_at > _SILENCE_S:
                     self._interrupted = True
@@ -186,6 +195,7 @@ class Puller:
     async def _recover(self) -> None:
         """Make the consumer again, with back-off. The buffer is kept: those messages were delivered."""
         while True:
+            heed_cancellation()
             self._interrupted = False
             self._outstanding = 0
             if self._ordered:

@@ -23,7 +23,7 @@ from nats.js import api
 
 from openrl_common import records, wire
 from openrl_common.errors import Conflict, Poison, Transient, UnknownOutcome, Unreachable
-from openrl_common.pull import JETSTREAM_FAULTS, NETWORK_ERRORS, Lost, Puller
+from openrl_common.pull import JETSTREAM_FAULTS, NETWORK_ERRORS, Lost, Puller, heed_cancellation
 
 if TYPE_CHECKING:
     from openrl_common.bus import Bus
@@ -251,6 +251,7 @@ class Bucket(Generic[T]):
             if live is not None:
                 live._replace(listed)
                 while True:
+                    heed_cancellation()
                     key, entry, _ = await self._next_change(puller)
                     live._apply(key, entry)
             return listed
@@ -275,6 +276,7 @@ class Bucket(Generic[T]):
 
     async def _follow(self, prefix: str, mirror: Mirror[T]) -> None:
         while True:
+            heed_cancellation()
             try:
                 await self._read_all(prefix, mirror)
             except _INTERRUPTIONS as error:

@@ -139,7 +139,8 @@ async def _consume(bus: Bus, num_expected: int) -> float:
         )
     )  # fmt: skip
     try:
-        await asyncio.wait_for(done.wait(), _CONSUME_DEADLINE_S)
+        async with asyncio.timeout(_CONSUME_DEADLINE_S):
+            await done.wait()
         return round(num_expected / (time.perf_counter() - began), 1)
     finally:
         consuming.cancel()

@@ -132,14 +132,16 @@ class Load:
         self._failed_at[spec.name] = answered
         sent_at = time.time()
         await self._publish(spec)
-        return await asyncio.wait_for(answered, _STALLED_S) - sent_at
+        async with asyncio.timeout(_STALLED_S):
+            return await answered - sent_at
 
     async def wake(self) -> tuple[float, Grant]:
         """Free a seat of a full claim; seconds from the publish until the stream has the next booking, and that one."""
         freed_at = time.time()
         await self._fleet.free_a_seat()
         try:
-            grant = await asyncio.wait_for(self._moved.get(), _STALLED_S)
+            async with asyncio.timeout(_STALLED_S):
+                grant = await self._moved.get()
         except TimeoutError:
             raise TimedOut(f"no waiting workload took a freed seat within {_STALLED_S:g} s") from None
         return grant.booked_at - freed_at, grant
@@ -180,7 +182,8 @@ class Load:
         self._seen_at = time.monotonic()
         while True:
             try:
-                await asyncio.wait_for(slots.acquire(), 1.0)
+                async with asyncio.timeout(1.0):
+                    await slots.acquire()
                 return
             except TimeoutError:
                 self._check_moving()
@@ -190,6 +193,8 @@ class Load:
         while self._left:
             self._check_moving()
             await asyncio.sleep(0.02)
+        async with asyncio.timeout(_STALLED_S):
+            await self._answers.join()
 
     def _check_moving(self) -> None:
         if time.monotonic() - self._seen_at > _STALLED_S:
@@ -260,3 +265,4 @@ class Load:
                     await self._fleet.answer_founded(booked, int((LARGE_JOB_GIB if large else 1.0) * GIB))
                 case ClaimRetired(claim=claim, node=node):
                     await self._fleet.answer_retired(claim, node)
+            self._answers.task_done()

@@ -188,7 +188,8 @@ class Launcher:
                 log.warning("reconcile pass cut short: %s", error)
             await asyncio.sleep(_PASS_GAP_S)  # changes come in bursts: one pass serves them all
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), self._pause_s())
+                async with asyncio.timeout(self._pause_s()):
+                    await self._changed.wait()
 
     def _pause_s(self) -> float:
         restart_at = self.workers.next_restart_at()

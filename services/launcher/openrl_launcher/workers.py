@@ -293,6 +293,7 @@ class Workers:
         )
         again = verdict.restart_in_s is not None
         log.warning("worker %s exited: code %d, will restart: %s, %s", record.workload, exit_code, again, why)
+        await self._insist(lambda: self._not_ready(record))
         # the event first: a crash in between says it twice under one id, the other way round would lose it
         await self._insist(
             lambda: self._bus.publish(
@@ -310,6 +311,12 @@ class Workers:
         await self._insist(lambda: self._store.workers.put(record.assignment, record))
         tracked.restart_at = self._clock() + (verdict.restart_in_s or 0.0)
         tracked.status = Status.BACKING_OFF if again else Status.EXITED
+
+    async def _not_ready(self, record: WorkerRecord) -> None:
+        """What the ended process said of itself is over: events may come late or twice, this record is believed."""
+        entry = await self._store.ready.get(record.assignment)
+        if entry is not None and entry.value.ready:
+            await self._store.ready.put(record.assignment, msgspec.structs.replace(entry.value, ready=False))
 
     async def _stop(self, tracked: Tracked, before: Status, why: str) -> None:
         record = tracked.record
@@ -343,7 +350,8 @@ class Workers:
         if process is not None:
             self._backend.terminate(process)
             try:
-                await asyncio.wait_for(tracked.ended.wait(), self._stop_grace_s)
+                async with asyncio.timeout(self._stop_grace_s):
+                    await tracked.ended.wait()
             except TimeoutError:
                 log.warning("worker %s ignored SIGTERM for %g s: killed", record.workload, self._stop_grace_s)
                 self._backend.kill(process)

@@ -10,6 +10,7 @@ first compare-and-swap lands; another replica's write makes it lose, and the cor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import secrets
@@ -141,10 +142,9 @@ class Ledger:
                 before = seen
             except Transient as error:
                 log.warning("janitor pass left for the next one: %s", error)
-            try:
-                await asyncio.wait_for(self._bus.stopping.wait(), grace_s)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self._bus.stopping.wait()
 
     async def _snapshot(self, table: Table) -> dict[str, Any]:
         return {key: entry.value for key, entry in (await self._buckets[table].list()).items()}

@@ -23,8 +23,8 @@ import msgspec
 from prometheus_client import Counter, Gauge, Histogram
 
 from openrl_common.bus import Bus, Delivery
-from openrl_common.errors import OpenRLError, Poison, Rejected, Transient
-from openrl_common.events import Event, JobFailed, JobSubmitted
+from openrl_common.errors import Conflict, OpenRLError, Poison, Rejected, Transient
+from openrl_common.events import Event, JobCancelled, JobFailed, JobFinished, JobSubmitted
 from openrl_common.queries import (
     CLAIMS,
     EXPLAIN,
@@ -57,6 +57,8 @@ _CONCURRENCY = 32
 _TICK_S = 1.0
 _MODELS_MAX = 256
 _WRITES_AT_ONCE = 64
+_EARLY_END_S = 120.0
+"""Longer than any redelivery of a submission: an end whose submission is unknown then is of one that was refused."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ class _Outbox:
         self._state = state
         self._tails: dict[str, asyncio.Future[None]] = {}
         self._kept: list[Effects] = []
+        self.revisions: dict[tuple[int, str], int] = {}
+        """Of every record, what was last read or written: the next write is a compare-and-swap from it."""
         self._slots = asyncio.Semaphore(_WRITES_AT_ONCE)
 
     async def carry_out(self, effects: Effects) -> None:
@@ -158,13 +162,25 @@ class _Outbox:
                     raise result
 
     async def _write(self, bucket: Bucket[T], key: str, records: dict[str, T]) -> None:
-        """Write the record as it stands now (not as it stood at the decision): nothing older can replace it."""
+        """Write the record as it stands now (not as it stood at the decision): nothing older can replace it.
+
+        By compare-and-swap, although there is one writer: a write of a killed predecessor, or an own one given up as
+        lost, may still be on its way, and would otherwise land on top (E7).
+        """
+        place = (id(bucket), key)
         async with self._slots:
-            record = records.get(key)
-            if record is None:
-                await bucket.delete(key)
-            else:
-                await bucket.put(key, record)
+            while True:
+                record, last = records.get(key), self.revisions.get(place, 0)
+                try:
+                    if record is not None:
+                        self.revisions[place] = await bucket.write(key, record, last=last)
+                    elif last:
+                        await bucket.delete(key, last=last)
+                        self.revisions.pop(place, None)
+                    return
+                except Conflict:
+                    standing = await bucket.get(key)
+                    self.revisions[place] = 0 if standing is None else standing.revision
 
     async def _publish(self, event: Event) -> None:
         async with self._slots:
@@ -202,8 +218,10 @@ class Placement:
         ]
         for entry in (await store.jobs.list()).values():
             self.state.put_job(entry.value)
+            self._outbox.revisions[id(store.jobs), entry.key] = entry.revision
         for workload in (await store.workloads.list()).values():
             self.state.put_workload(workload.value)
+            self._outbox.revisions[id(store.workloads), workload.key] = workload.revision
         if self.state.fleet.known:
             self.state.sweep_at = time.time() + core.SWEEP_AFTER_S
         self._mirrors += [
@@ -245,12 +263,21 @@ class Placement:
         else:
             effects = core.decide(self.state, event, time.time())
         await self._outbox.carry_out(effects)
+        if isinstance(event, JobCancelled | JobFinished) and self._came_early(event, delivery):
+            raise Transient(f"job {event.job}: its end came before its submission {event.submission}")
+
+    def _came_early(self, event: JobCancelled | JobFinished, delivery: Delivery) -> bool:
+        """Is the submission that this ends still under way? Then it must not be acknowledged: memory alone has it."""
+        job = self.state.jobs.get(f"{event.tenant}.{event.job}")
+        known = job is not None and job.submission == event.submission
+        return not known and time.time() - delivery.published_at < _EARLY_END_S
 
     async def follow_mirrors(self) -> None:
         """Carry out what mirror changes led to, in order; a failure is kept by the outbox and tried again."""
         while not self._bus.stopping.is_set():
             try:
-                effects = await asyncio.wait_for(self._changes.get(), 0.5)
+                async with asyncio.timeout(0.5):
+                    effects = await self._changes.get()
             except TimeoutError:
                 continue
             while not self._changes.empty():
@@ -268,7 +295,8 @@ class Placement:
                 next_pass = time.monotonic() + self._config.pass_every_s
             await self._try(effects)
             try:
-                await asyncio.wait_for(self._bus.stopping.wait(), _TICK_S)
+                async with asyncio.timeout(_TICK_S):
+                    await self._bus.stopping.wait()
             except TimeoutError:
                 continue
 

@@ -205,7 +205,8 @@ class Sampler:
         times = [at for at in (self._line.wake_at(), self._weights.retry_at) if at is not None]
         timeout = max(0.02, min([*(at - time.time() for at in times), LOOK_S]))
         try:
-            await asyncio.wait_for(self._wake.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._wake.wait()
         except TimeoutError:
             await self._weights.look({f"{w.request.tenant}.{w.request.job}" for w in self._line if w.wants_version})
 

@@ -83,7 +83,8 @@ class System:
     async def kill(self, service: str, how: signal.Signals = signal.SIGKILL) -> int:
         process = self.processes.pop(service)
         process.send_signal(how)
-        return await asyncio.wait_for(process.wait(), 15)
+        async with asyncio.timeout(15):
+            return await process.wait()
 
     # --- client ---
 

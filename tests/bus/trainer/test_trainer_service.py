@@ -122,7 +122,8 @@ class World:
         )
 
     async def answer(self) -> TrainResult:
-        return await asyncio.wait_for(self.answers.get(), DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            return await self.answers.get()
 
     async def ask(self, job: str, request: TrainRequest, **options: Any) -> TrainResult:
         await self.send(job, request, **options)
