@@ -52,7 +52,17 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SUBJECTS = ["openrl.ev.client.>", "openrl.ev.ledger.>", "openrl.ev.launcher.>"]
+# What ``core.decide`` and ``jobs`` act on, and nothing else: every message costs the server and this process.
+SUBJECTS = [
+    "openrl.ev.client.>",
+    "openrl.ev.ledger.*.seat.*.booked",
+    "openrl.ev.ledger.*.seat.*.refused",
+    "openrl.ev.ledger.*.seat.*.released",
+    "openrl.ev.launcher.*.worker.*.launched",
+    "openrl.ev.launcher.*.worker.*.unschedulable",
+    "openrl.ev.launcher.*.worker.*.exited",
+    "openrl.ev.launcher._fleet.claim.*.freed",
+]
 _CONCURRENCY = 32
 _TICK_S = 1.0
 _MODELS_MAX = 256
