@@ -252,7 +252,7 @@ class Bucket(Generic[T]):
                 live._replace(listed)
                 while True:
                     heed_cancellation()
-                    key, entry, _ = await self._next_change(puller)
+                    key, entry, _ = await self._next_change(puller, live)
                     live._apply(key, entry)
             return listed
         finally:
@@ -262,12 +262,18 @@ class Bucket(Generic[T]):
                 with contextlib.suppress(*JETSTREAM_FAULTS):
                     await self._bus.jetstream.delete_consumer(self._stream, info[-1].name)
 
-    async def _next_change(self, puller: Puller) -> tuple[str, Entry[T] | None, int]:
-        """Key, entry (None: deleted, or not usable, which is logged) and how many messages are pending behind it."""
+    async def _next_change(self, puller: Puller, live: Mirror[T] | None = None) -> tuple[str, Entry[T] | None, int]:
+        """Key, entry (None: deleted, or not usable, which is logged) and how many messages are pending behind it.
+
+        What ``live`` has learned already is not decoded again.
+        """
         message = await puller.next()
         puller.done()
         key = message.subject[len(self._root) :]
         metadata = message.metadata
+        known = live.entries.get(key) if live is not None else None
+        if known is not None and known.revision >= metadata.sequence.stream:
+            return key, known, metadata.num_pending
         try:
             return key, self._entry(key, message.data, metadata.sequence.stream, message.headers), metadata.num_pending
         except Poison as error:
