@@ -95,6 +95,8 @@ class JobRecord(Record, frozen=True, kw_only=True):
         submission: the client's unique id of the submission; tells a duplicate delivery from a second job.
         runtime: sampler subject owner (the job for FFT, the LoRA runtime otherwise); its tenant is ``runtime_tenant``.
         outcome: how it is to end once its workloads are gone (phase FINISHING).
+        refused: the last submissions that were refused because the name was in use; replaced: the last that stood here
+            before. Both are answered for good: a late duplicate must not run them once the name is free.
     """
 
     tenant: str
@@ -113,6 +115,8 @@ class JobRecord(Record, frozen=True, kw_only=True):
     outcome: JobPhase | None = None
     ready_at: float | None = None
     ended_at: float | None = None
+    refused: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
 
 
 class WorkloadPhase(StrEnum):

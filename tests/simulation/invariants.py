@@ -232,9 +232,7 @@ class Invariants:
             for other_id, other in self.truth.claims().items():
                 shared = other.node == after.node and set(other.devices) & set(after.devices)
                 self._expect(
-                    other_id == claim_id
-                    or other.state in (ClaimState.GONE, ClaimState.RETIRING)
-                    or not shared,
+                    other_id == claim_id or other.state in (ClaimState.GONE, ClaimState.RETIRING) or not shared,
                     f"claims {claim_id} and {other_id} have one device (invariant 3)",
                 )
 
@@ -245,9 +243,7 @@ class Invariants:
                 len(after.entries) <= limit, f"claim {claim_id} has {len(after.entries)} seats of {limit} (invariant 2)"
             )
         if before is not None:
-            self._expect(
-                before.state is ClaimState.ALLOCATED, f"claim {claim_id} was joined while {before.state} (P3)"
-            )
+            self._expect(before.state is ClaimState.ALLOCATED, f"claim {claim_id} was joined while {before.state} (P3)")
         exclusive = any(entry.exclusive for entry in after.entries.values())
         self._expect(
             not exclusive or len(after.entries) == 1, f"claim {claim_id}: an exclusive seat is not alone (invariant 3)"
@@ -317,13 +313,14 @@ class Invariants:
                 or name not in cut.devices,
                 f"device {device} was released while claim {was} is cut on it (B8)",
             )
-            self._device_is_idle(was, f"device {device} was released")
+            self._device_is_idle(was, f"device {device} was released", node, name)
 
-    def _device_is_idle(self, claim_id: str, what: str) -> None:
+    def _device_is_idle(self, claim_id: str, what: str, node: str = "", device: str = "") -> None:
         for machine in self._world.machines.values():
             for each in machine.alive():
+                elsewhere = bool(node) and (machine.node != node or device not in each.launch.devices)
                 self._expect(
-                    self.claim_of(each) != claim_id,
+                    elsewhere or self.claim_of(each) != claim_id,
                     f"{what} while worker {each.launch.assignment} runs on it (invariant 5)",
                 )
 
@@ -339,16 +336,12 @@ class Invariants:
         launch = started.launch
         for machine in self._world.machines.values():
             for each in machine.alive():
-                self._expect(
-                    each.launch.assignment != launch.assignment, f"{launch.assignment} has two processes (B1)"
-                )
+                self._expect(each.launch.assignment != launch.assignment, f"{launch.assignment} has two processes (B1)")
                 self._expect(
                     each.launch.workload != launch.workload, f"workload {launch.workload} runs twice (invariant 1)"
                 )
         lease = self.truth.lease(launch.assignment)
-        self._expect(
-            lease is not None, f"{launch.assignment} was started without a lease: no start gate (B7)"
-        )
+        self._expect(lease is not None, f"{launch.assignment} was started without a lease: no start gate (B7)")
         self._backed(started, "was started")
 
     def worker_touches(self, started: Worker) -> None:

@@ -208,6 +208,8 @@ class SimulatedNetwork(Network):
             self.post(wait_s, self._pushed, bus, call, arguments, count)
             return
         self.num_delivered += count
+        if count and self._world.tracing:
+            self._world.note(f"{bus.name:12} <- {arguments[0].subject} #{arguments[0].seq} delivery {arguments[1]}")
         call(*arguments)
 
     def landed(self, stream: Stream, message: Stored, before: Stored | None) -> None:

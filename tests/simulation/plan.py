@@ -125,7 +125,8 @@ def _jobs(random: Random, largest: int) -> tuple[JobPlan, ...]:
                 priority=random.choice((0, 0, 0, 5)),
                 ends=ends,
                 # Now and then the end overtakes its submission, or comes in the middle of the booking.
-                ends_at_s=at_s + random.choice((-0.01, 0.01, 0.1, random.uniform(0.0, 12.0), random.uniform(0.0, 12.0))),
+                ends_at_s=at_s
+                + random.choice((-0.01, 0.01, 0.1, random.uniform(0.0, 12.0), random.uniform(0.0, 12.0))),
             )
         )
     return tuple(jobs)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from openrl_common.quantities import GIB
 from openrl_common.records import (
     ClaimRecord,
     ClaimState,
@@ -79,9 +80,7 @@ class Settled:
             return [f"{name} waits ({reason}) although {free} is free"]
         if reason is Reason.WAITING_FOR_SEAT:
             limit = self._world.plan.limit
-            full = any(
-                self._would_take(claim, shape, limit=0) for claim in self._truth.claims().values()
-            )
+            full = any(self._would_take(claim, shape, limit=0) for claim in self._truth.claims().values())
             return [] if limit and full else [f"{name} says WaitingForSeat, but no claim is full for it"]
         if reason is Reason.WAITING_FOR_DEVICE:
             return [] if self._nodes_for(shape) else [f"{name} says WaitingForDevice, but no node could hold it"]
@@ -91,6 +90,8 @@ class Settled:
             fits = [node for node in self._nodes().values() if accepts_role(node, shape.role)]
             able = [node for node in fits if _could_hold(node, shape)]
             return [f"{name} says RoleNotAccepted, but {able[0].node} accepts it"] if able else []
+        if reason is Reason.UNSCHEDULABLE and "has not" in record.message:
+            return []  # the launcher's own words, with numbers
         return [f"{name} waits for {reason}: {record.message}"]
 
     def _waits_for_memory(self, record: WorkloadRecord) -> list[str]:
@@ -114,12 +115,14 @@ class Settled:
     def _free_device(self, shape: Shape) -> str:
         """A device that a claim founded for this shape would get."""
         holds = self._truth.holds()
+        sizes = {_size_gib(node) for node in self._nodes_for(shape)}  # P2: the smallest device is the node's size
         for node in self._nodes_for(shape):
             if host_refusal(node, self._host_used(node.node), shape.host_bytes):
                 continue
             for device in node.devices:
                 hold = holds.get(f"{node.node}.{device.device}")
-                if device.memory_bytes >= shape.device_bytes and (hold is None or not hold.claim):
+                cut_for = any(shape.device_bytes <= device.memory_bytes <= size * GIB for size in sizes)
+                if cut_for and (hold is None or not hold.claim):
                     return f"device {device.device} of {node.node}"
         return ""
 
@@ -256,8 +259,12 @@ class Settled:
         return found
 
 
+def _size_gib(node: NodeRecord) -> int:
+    return -(-min(device.memory_bytes for device in node.devices) // GIB)
+
+
 def _could_hold(node: NodeRecord, shape: Shape) -> bool:
     return (
-        any(device.memory_bytes >= shape.device_bytes for device in node.devices)
+        min(device.memory_bytes for device in node.devices) >= shape.device_bytes
         and host_refusal(node, 0, shape.host_bytes) == ""
     )

@@ -248,10 +248,12 @@ def _worker_event(
             if state.ready.get(event.assignment):
                 _became_ready(state, record, now, fx)
         case WorkerExited() if event.will_restart:
-            state.ready[event.assignment] = False
-            record = msgspec.structs.replace(record, phase=WorkloadPhase.STARTING, ready_at=None)
-            state.put_workload(record)
-            fx.workloads[record.workload] = None
+            # The launcher has taken its ready record back: that tells when it serves no more, and when it does again.
+            # This event may be a late duplicate from before.
+            if record.phase is not WorkloadPhase.READY:
+                record = msgspec.structs.replace(without_reason(record, now), phase=WorkloadPhase.STARTING)
+                state.put_workload(record)
+                fx.workloads[record.workload] = None
         case WorkerExited():
             fail_workload(state, record, "worker-failed", _exit_message(state, event), now, fx)
 

@@ -23,6 +23,10 @@ from openrl_placement.state import Effects, RuntimeKey, State, job_key
 from openrl_placement.waiting import ask, repeat_request
 
 
+ANSWERED_MAX = 32
+"""Submissions of one name whose answer is remembered."""
+
+
 @dataclass(frozen=True)
 class Submission:
     """A JobSubmitted with what the shell knows beside it. ``sequence`` is its place in the stream: the incarnation."""
@@ -39,7 +43,7 @@ def wants_model(state: State, submission: Submission) -> bool:
     if (
         record is not None
         and record.submission != event.submission
-        and (not record.phase.ended or record.incarnation > submission.sequence)
+        and (not record.phase.ended or record.incarnation > submission.sequence or answered(record, event.submission))
     ):
         return False
     if record is not None and record.submission == event.submission and _complete(state, record):
@@ -62,11 +66,12 @@ def submitted(
         if _complete(state, record):
             _answer_again(state, record, now, fx)
             return fx
-    elif record is not None and record.incarnation > submission.sequence:
+    elif record is not None and record.incarnation > submission.sequence and event.submission not in record.refused:
         return fx
-    elif record is not None and not record.phase.ended:
-        what = "is still finishing: submit again in a moment" if record.phase is JobPhase.FINISHING else "is running"
-        fx.events.append(_refusal(event, "duplicate-name", f"job {event.job!r} {what}; a name is used once at a time"))
+    elif record is not None and event.submission in record.replaced:
+        return fx
+    elif record is not None and (not record.phase.ended or event.submission in record.refused):
+        _refuse_name(state, record, event, fx)
         return fx
     try:
         _check(event)
@@ -93,7 +98,8 @@ def closed(state: State, event: JobFinished | JobCancelled, now: float) -> Effec
     fx = Effects()
     job = state.jobs.get(f"{event.tenant}.{event.job}")
     if job is None or job.submission != event.submission:
-        state.keep_cancel(event.submission, event)
+        if job is None or not answered(job, event.submission):
+            state.keep_cancel(event.submission, event)
         return fx
     if job.phase.ended:
         end_if_gone(state, job_key(job), now, fx)
@@ -131,6 +137,31 @@ def _answer_again(state: State, record: JobRecord, now: float, fx: Effects) -> N
             repeat_request(state, workload, now, fx)
 
 
+def answered(record: JobRecord, submission: str) -> bool:
+    """Was this submission of the record's name refused or replaced?"""
+    return submission in record.refused or submission in record.replaced
+
+
+def _refuse_name(state: State, record: JobRecord, event: JobSubmitted, fx: Effects) -> None:
+    """The name is in use. Remembered with the job that uses it: told once that it failed, it must never run."""
+    what = "is still finishing: submit again in a moment" if record.phase is JobPhase.FINISHING else "is running"
+    if event.submission not in record.refused:
+        refused = (*record.refused, event.submission)[-ANSWERED_MAX:]
+        state.put_job(msgspec.structs.replace(record, refused=refused))
+    fx.jobs[job_key(record)] = None
+    fx.events.append(_refusal(event, "duplicate-name", f"job {event.job!r} {what}; a name is used once at a time"))
+
+
+def _memory(state: State, event: JobSubmitted) -> dict[str, tuple[str, ...]]:
+    """What a new record of this name remembers of the one that it replaces."""
+    before = state.jobs.get(f"{event.tenant}.{event.job}")
+    if before is None:
+        return {}
+    if before.submission == event.submission:
+        return {"refused": before.refused, "replaced": before.replaced}
+    return {"refused": before.refused, "replaced": (*before.replaced, before.submission)[-ANSWERED_MAX:]}
+
+
 def _refuse(state: State, submission: Submission, error: Rejected, now: float, fx: Effects) -> None:
     event = submission.event
     fx.events.append(_refusal(event, error.code, str(error)))
@@ -152,6 +183,7 @@ def _refuse(state: State, submission: Submission, error: Rejected, now: float, f
         message=str(error),
         outcome=JobPhase.FAILED,
         ended_at=now,
+        **_memory(state, event),
     )
     state.put_job(record)
     fx.jobs[job_key(record)] = None
@@ -194,6 +226,7 @@ def _admit(state: State, submission: Submission, shapes: Estimates, now: float, 
         trainer=workload_id(tenant, runtime, Role.TRAINER),
         sampler=workload_id(tenant, runtime, Role.SAMPLER),
         submitted_at=submission.published_at,
+        **_memory(state, event),
     )
     state.put_job(record)
     fx.jobs[key] = None

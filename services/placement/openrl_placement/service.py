@@ -279,7 +279,7 @@ class Placement:
     def _came_early(self, event: JobCancelled | JobFinished, delivery: Delivery) -> bool:
         """Is the submission that this ends still under way? Then it must not be acknowledged: memory alone has it."""
         job = self.state.jobs.get(f"{event.tenant}.{event.job}")
-        known = job is not None and job.submission == event.submission
+        known = job is not None and (job.submission == event.submission or jobs.answered(job, event.submission))
         return not known and time.time() - delivery.published_at < _EARLY_END_S
 
     async def follow_mirrors(self) -> None:

@@ -7,6 +7,7 @@ import pytest
 from openrl_common.errors import Rejected
 from openrl_common.events import (
     JobAdmitted,
+    JobCancelled,
     JobEnded,
     JobFailed,
     JobReady,
@@ -234,6 +235,7 @@ def test_F4_a_worker_that_restarts_is_starting_again_on_the_same_booking() -> No
             will_restart=True,
         )
     )  # fmt: skip
+    it.ready(TRAINER, False)
     assert it.workload(TRAINER).phase is WorkloadPhase.STARTING
     assert it.workload(TRAINER).assignment == record.assignment
     assert it.take(JobFailed) == []
@@ -321,3 +323,38 @@ def test_P12_when_a_runtime_fails_every_job_on_it_fails() -> None:
     )
     assert {failed.job for failed in it.take(JobFailed)} == {"a", "b"}
     assert {release.workload for release in it.take(SeatReleaseRequested)} == set(it.state.living)
+
+
+def test_a_late_duplicate_of_an_exit_does_not_make_a_restarted_worker_look_unready() -> None:
+    """Invariant 10: what the worker itself says last counts, in whatever order the events come."""
+    it = desk()
+    it.submit("a")
+    it.book_all()
+    it.ready_all()
+    record = it.workload(TRAINER)
+    exited = WorkerExited(
+        tenant="default", workload=TRAINER, assignment=record.assignment, claim=record.claim, exit_code=1,
+        will_restart=True,
+    )  # fmt: skip
+    it.event(exited)
+    it.ready(TRAINER, False)
+    it.ready(TRAINER)
+    it.event(exited)
+    assert it.workload(TRAINER).phase is WorkloadPhase.READY
+
+
+def test_a_submission_refused_for_its_name_never_runs_when_it_is_delivered_again() -> None:
+    """Invariant 10: its client was told that it failed; the name coming free must not start it."""
+    it = desk()
+    it.submit("a", submission="first")
+    assert [failed.code for failed in it.submit("a", submission="second") if isinstance(failed, JobFailed)]
+    it.event(JobCancelled(tenant="default", job="a", submission="first"))
+    it.release_all()
+    assert it.state.jobs["default.a"].phase is JobPhase.CANCELLED
+    again = it.submit("a", submission="second")
+    assert [type(event) for event in again] == [JobFailed]
+    assert it.submit("a", submission="third")
+    assert it.state.jobs["default.a"].submission == "third"
+    it.event(JobCancelled(tenant="default", job="a", submission="third"))
+    it.release_all()
+    assert it.submit("a", submission="first") == [], "it has run and ended"
