@@ -23,6 +23,7 @@ from prometheus_client import Counter, Histogram
 from openrl_common.bus import Bus, Delivery
 from openrl_common.errors import Conflict, Transient, UnknownOutcome
 from openrl_common.events import Event, SeatBooked, SeatRefused
+from openrl_common.records import ClaimRecord, ClaimState
 from openrl_common.service import ServiceContext, ServiceSettings, until_stopped
 from openrl_common.store import Bucket, Entry, Mirror
 from openrl_ledger.core import janitor
@@ -64,7 +65,9 @@ class Ledger:
     async def start(self) -> None:
         """Follow the tables whose old copies are of use. Without it every read goes to the server."""
         for table in _MIRRORED:
-            self._mirrors[table] = await self._buckets[table].mirror()
+            self._mirrors[table] = await self._buckets[table].mirror(on_change=self._forget_gone)
+        for key, entry in list(self._mirrors[Table.CLAIMS].entries.items()):
+            self._forget_gone(key, entry)
 
     async def close(self) -> None:
         for mirror in self._mirrors.values():
@@ -146,7 +149,18 @@ class Ledger:
                 async with asyncio.timeout(grace_s):
                     await self._bus.stopping.wait()
 
+    def _forget_gone(self, key: str, entry: Entry[Any] | None) -> None:
+        """Claims that are gone are kept in the bucket (ids are never reused, E9), not in memory."""
+        if entry is not None and isinstance(entry.value, ClaimRecord) and entry.value.state is ClaimState.GONE:
+            mirror = self._mirrors.get(Table.CLAIMS)
+            if mirror is not None:
+                mirror.entries.pop(key, None)
+
     async def _snapshot(self, table: Table) -> dict[str, Any]:
+        """What the janitor looks at: a mirror where there is one, for it repairs only what it sees twice (L6)."""
+        mirror = self._mirrors.get(table)
+        if mirror is not None:
+            return {key: entry.value for key, entry in mirror.entries.items()}
         return {key: entry.value for key, entry in (await self._buckets[table].list()).items()}
 
 
