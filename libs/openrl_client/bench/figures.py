@@ -36,3 +36,9 @@ def cpu_seconds(pid: int) -> float:
     """User and system time of a process so far."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
+
+
+def machine_busy_s() -> float:
+    """Seconds that the cores of this machine have been busy so far, with whatever processes."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))

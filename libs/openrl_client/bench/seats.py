@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import tempfile
+import time
 import urllib.request
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
@@ -20,7 +22,14 @@ from pathlib import Path
 
 import msgspec
 
-from openrl_client.bench.figures import Memory, cpu_seconds, memory_of, milliseconds, percentile
+from openrl_client.bench.figures import (
+    Memory,
+    cpu_seconds,
+    machine_busy_s,
+    memory_of,
+    milliseconds,
+    percentile,
+)
 from openrl_client.bench.fleet import Fleet, Size
 from openrl_client.bench.load import Load, Tally
 from openrl_client.bench.machine import Machine, StorePlace, describe, store_place
@@ -106,8 +115,9 @@ class SeatsReport(msgspec.Struct, frozen=True, kw_only=True):
         impossible_s: the longest that a job no node could hold waited for its answer, under load.
         wake_p50_ms, wake_p99_ms: WorkerGone sent → SeatBooked of the first in line stored, ``waiting`` in line.
         wakes_out_of_order: freed seats that went to a later one than the first in line.
-        cpu_ms_per_grant: user and system time of placement and ledger.
-        cost_ratio_10x: that, over the same with a tenth of the claims.
+        cpu_ms_per_grant: user and system time of each process while saturated, this one included.
+        cost_ratio_10x: that of placement and ledger, over the same with a tenth of the claims.
+        other_cores: cores that processes outside this benchmark kept busy while it was saturated; 0 on a quiet machine.
     """
 
     grants_per_s: float
@@ -129,6 +139,7 @@ class SeatsReport(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int
     seated_claims: int
     cost_ratio_10x: float
+    other_cores: float
     cpu_ms_per_grant: dict[str, float]
     memory: dict[str, Memory]
     store: StorePlace
@@ -140,6 +151,7 @@ class _Saturated:
     tally: Tally
     cpu_s: dict[str, float]
     impossible_s: list[float]
+    other_cores: float
 
     @property
     def cpu_s_per_grant(self) -> float:
@@ -192,6 +204,7 @@ async def measure(plan: Plan, *, progress: Progress) -> SeatsReport:
         nodes=plan.num_nodes,
         seated_claims=plan.num_claims,
         cost_ratio_10x=round(full.cpu_s_per_grant / small.cpu_s_per_grant, 3),
+        other_cores=round(full.other_cores, 2),
         cpu_ms_per_grant={
             name: round(seconds * 1000 / len(full.tally.grants), 3) for name, seconds in full.cpu_s.items()
         },
@@ -242,7 +255,8 @@ async def _saturate(system: LocalSystem, load: Load, plan: Plan, progress: Progr
             await asyncio.sleep(_IMPOSSIBLE_EVERY_S)
             impossible.append(await load.impossible())
 
-    before = {name: cpu_seconds(pid) for name, pid in system.pids.items()}
+    pids = {**system.pids, "bench": os.getpid()}
+    before, busy_s, began = {name: cpu_seconds(pid) for name, pid in pids.items()}, machine_busy_s(), time.monotonic()
     probing = asyncio.create_task(probe())
     try:
         tally = await load.saturate(plan.num_saturated, window=plan.window)
@@ -250,12 +264,14 @@ async def _saturate(system: LocalSystem, load: Load, plan: Plan, progress: Progr
         probing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await probing
-    spent = {name: cpu_seconds(pid) - before[name] for name, pid in system.pids.items()}
+    spent = {name: cpu_seconds(pid) - before[name] for name, pid in pids.items()}
+    others_s = machine_busy_s() - busy_s - sum(spent.values())
+    others = max(0.0, others_s) / (time.monotonic() - began)
     progress(
         f"saturated: {tally.grants_per_s:.0f} grants/s ({tally.joined} joined, {tally.founded} founded) "
-        f"with {plan.num_claims} claims"
+        f"with {plan.num_claims} claims; other processes took {others:.1f} cores meanwhile"
     )
-    return _Saturated(tally, spent, impossible)
+    return _Saturated(tally, spent, impossible, others)
 
 
 async def _fill_line(system: LocalSystem, load: Load, plan: Plan, progress: Progress) -> Tally:

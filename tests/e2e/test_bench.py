@@ -1,0 +1,72 @@
+"""The benchmark measures real services on a disk, and says every figure that docs/performance.md explains."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from openrl_client.bench.machine import file_system_of
+
+pytestmark = pytest.mark.e2e
+
+SMALL = ["--nodes", "20", "--claims", "60", "--jobs", "20", "--waiting", "6", "--wakes", "3", "--window", "8"]
+FIGURES = {
+    "grants_per_s", "joined", "founded", "p50_ms", "p99_ms", "rate_per_s", "impossible_s", "wake_p99_ms", "waiting",
+    "nodes", "seated_claims", "cost_ratio_10x", "store", "machine", "memory", "cpu_ms_per_grant",
+}  # fmt: skip
+CONTROL_SERVICE_MB_MAX = 120
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(Path(sys.executable).parent / "openrl"), "bench", *arguments],
+        capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_W1_bench_seats_prints_every_figure_and_the_first_in_line_takes_each_freed_seat(tmp_path: Path) -> None:
+    if file_system_of(tmp_path) == "tmpfs":
+        pytest.skip("the temporary directory is in memory, and seats are measured on a disk (--basetemp names another)")
+    answer = bench("seats", "--json", "--store", str(tmp_path), *SMALL)
+    assert answer.returncode == 0, answer.stderr
+    report = json.loads(answer.stdout)
+    assert report.keys() >= FIGURES
+    assert report["joined"] == report["founded"] == 14
+    assert (report["wakes"], report["wakes_out_of_order"], report["waiting"]) == (3, 0, 6)
+    assert report["grants_per_s"] > 0
+    assert report["impossible_s"] > 0
+    assert report["store"]["path"] == str(tmp_path)
+    for service in ("ledger", "placement"):
+        assert report["memory"][service]["rss_mb"] < CONTROL_SERVICE_MB_MAX
+    assert not list(tmp_path.iterdir()), "the store is removed afterwards"
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no file system in memory to refuse")
+def test_E18_a_store_in_memory_is_refused_with_the_flag_to_use() -> None:
+    answer = bench("seats", "--store", "/dev/shm", *SMALL)
+    assert answer.returncode == 2
+    assert "in memory (tmpfs)" in answer.stderr
+    assert "--store" in answer.stderr
+    assert len(answer.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--nodes", "2", "--jobs", "200"], "--nodes"),
+        (["--claims", "4"], "--claims"),
+        (["--waiting", "2", "--wakes", "3"], "--wakes"),
+        (["--jobs", "-1"], "--jobs"),
+    ],
+)
+def test_a_plan_that_cannot_be_run_is_one_line_that_names_the_flag(options: list[str], names: str) -> None:
+    answer = bench("seats", *SMALL, *options)
+    assert answer.returncode == 2
+    assert names in answer.stderr
+    assert len(answer.stderr.splitlines()) == 1
