@@ -279,7 +279,7 @@ class Machine:
     def running(self) -> dict[str, Handle]:
         return {each.launch.assignment: self._handle(each) for each in self.alive()}
 
-    def launch(self, launch: Launch) -> Handle:
+    async def launch(self, launch: Launch) -> Handle:
         parent = PROCESS.get()
         if not parent.alive:
             raise asyncio.CancelledError

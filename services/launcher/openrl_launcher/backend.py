@@ -53,7 +53,7 @@ class Backend(Protocol):
     def running(self) -> dict[str, Process]:
         """Every worker of this node and home that runs, by assignment, whoever started it."""
 
-    def launch(self, launch: Launch) -> Process:
+    async def launch(self, launch: Launch) -> Process:
         """Start a worker that outlives this process. Raises OSError when it cannot be started."""
 
     def log_path(self, launch: Launch) -> Path:

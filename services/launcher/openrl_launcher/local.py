@@ -98,7 +98,7 @@ class LocalBackend:
                     )
         return found
 
-    def launch(self, launch: Launch) -> Process:
+    async def launch(self, launch: Launch) -> Process:
         path = self.log_path(launch)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as log:

@@ -230,7 +230,7 @@ class Workers:
             tracked.status = Status.IDLE
             return
         try:
-            process = self._backend.launch(launch)
+            process = await self._backend.launch(launch)
         except OSError as error:
             log.error("worker %s cannot be started: %s", launch.workload, error)
             await self._on_exit(tracked, EXIT_CODE_NOT_STARTED, why=f"cannot be started: {error}")
