@@ -10,6 +10,8 @@ from openrl_common.records import Role
 from simulation.machines import Weather
 
 FAULT_PHASE_S = 20.0
+NUM_FIRST_JOBS = 5
+"""Enough for eight workloads and 200 messages in every schedule."""
 
 
 @dataclass(frozen=True)
@@ -105,20 +107,21 @@ def _node(random: Random) -> NodePlan:
 
 
 def _jobs(random: Random, largest: int) -> tuple[JobPlan, ...]:
-    names = ["a", "b", "c", "d", "e", "f"][: random.choice((4, 6))]
-    jobs = []
-    for index in range(random.randint(8, 12)):
+    names = ["a", "b", "c", "d", "e", "f"]
+    jobs: list[JobPlan] = []
+    for index in range(random.randint(11, 16)):
+        first = index < NUM_FIRST_JOBS  # of a name each and with two workloads of its own
         at_s = random.uniform(0.0, FAULT_PHASE_S * 0.8)
         ends = random.choice(("finish", "cancel", "cancel", ""))
         small, large = random.choice((4.0, 10.0)), random.choice((10.0, 30.0, 60.0))
-        if random.random() < 0.05:
+        if random.random() < 0.05 and not first:
             large = 200.0  # impossible on every node
         jobs.append(
             JobPlan(
-                name=random.choice(names),
+                name=names[index] if first else random.choice(names),
                 submission=f"s{index}",
                 at_s=at_s,
-                kind=random.choice(("fft", "fft", "fft", "lora")),
+                kind="fft" if first else random.choice(("fft", "fft", "lora")),
                 device_gib=(small, large) if random.random() < 0.5 else (small, small),
                 host_gib=random.choice((1.0, 4.0, 8.0)),
                 exclusive=random.choice((None, None, None, True, False)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry
 
+import openrl_common.bus
 import openrl_common.worker
 import openrl_launcher.service
 import openrl_placement.service
@@ -43,6 +45,7 @@ from simulation.virtual_time import PROCESS, VirtualLoop, deterministic
 
 SETTLE_S = 240.0
 """Faults have stopped: this long every wait may take to become true and every leftover to go (invariants 7 to 9)."""
+MESSAGES_MIN = 200
 _LOOK_S = 2.0
 _ACK_WAIT_FACTOR = 0.1
 _MODEL = Model(parameters=10_000_000, largest_tensor_elements=1_000_000, kv_values_per_token=512, vocabulary=1000)
@@ -266,6 +269,8 @@ class World:
         self.start(f"launcher-{node}")
 
     def _heal(self) -> None:
+        if not self.num_crashes:
+            self.kill(self._random.choice(self._names()))
         self.note("--- faults stop")
         self._healing = True
         self.network.weather = CALM
@@ -331,12 +336,26 @@ class World:
         await self._sleep(FAULT_PHASE_S)
         self._heal()
         await self._until(self.settled.waits_are_true, "not settled")
+        await self._top_up()
         await self._release_one()
         for job in self.truth.jobs().values():
             if not job.phase.ended:
                 self.end_job(job.job, job.submission, "finish")
         self.note("--- every job is finished")
         await self._until(self.settled.nothing_is_left, "leftovers")
+
+    async def _top_up(self) -> None:
+        """A schedule has at least ``MESSAGES_MIN`` messages: some more jobs, in calm times, where it has fewer."""
+        for index in range(8):
+            if self.network.num_delivered >= MESSAGES_MIN:
+                return
+            job = JobPlan(
+                name=f"x{index}", submission=f"x{index}", at_s=0.0, kind="fft", device_gib=(4.0, 4.0), host_gib=1.0,
+                exclusive=None, priority=9,
+            )  # fmt: skip
+            self._submit(job)
+            await self._until(self.settled.waits_are_true, "not settled after one more job")
+            self.end_job(job.name, job.submission, "finish")
 
     async def _release_one(self) -> None:
         """W1, invariant 8: a seat freed in calm times goes to the first in line that it fits."""
@@ -378,6 +397,7 @@ class World:
         outcome = Outcome(self.plan.seed)
         errors: list[dict[str, Any]] = []
         self.loop.set_exception_handler(lambda _, context: errors.append(context))
+        gc.disable()  # one collection between runs is cheaper than many in them
         with quiet(), hurried(), deterministic(self.loop, self.plan.seed):
             asyncio.set_event_loop(self.loop)
             try:
@@ -388,6 +408,7 @@ class World:
                 outcome.violation = str(error)
             finally:
                 self._end()
+                gc.enable()
         outcome.num_delivered = self.network.num_delivered
         outcome.num_writes = self.num_writes
         outcome.num_workloads = len(self.workloads_seen)
@@ -416,6 +437,13 @@ class World:
         self.loop.close()
 
 
+class _NoTracer:
+    """Spans cost a tenth of a run and nobody reads them here."""
+
+    def start_as_current_span(self, *_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """No logs: thousands of runs, each full of faults."""
@@ -431,6 +459,7 @@ def quiet() -> Iterator[None]:
 def hurried() -> Iterator[None]:
     """Periods whose length is no rule are made longer: less virtual time spent on heartbeats. Models need no files."""
     replaced: list[tuple[Any, str, Any]] = [
+        (openrl_common.bus, "_TRACER", _NoTracer()),
         (openrl_common.worker, "RENEW_S", 5.0),
         (openrl_launcher.service, "HEARTBEAT_S", 20.0),
         (openrl_placement.service, "read_model", lambda directory: _MODEL),

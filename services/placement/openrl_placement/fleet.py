@@ -28,6 +28,8 @@ CANDIDATES_MAX = 16
 TIERS_MAX = 8
 
 ClaimKey = tuple[int, int, int, str]
+DeviceKind = tuple[int, tuple[Role, ...]]
+"""Bytes of a device, and the roles that its node accepts (empty: both)."""
 _BOTH = (Role.TRAINER, Role.SAMPLER)
 
 
@@ -66,8 +68,9 @@ class Fleet:
         self._full: dict[Role, SortedList[ClaimKey]] = {role: SortedList() for role in _BOTH}
         self._placed_in: dict[str, tuple[ClaimKey, tuple[SortedList[ClaimKey], ...]]] = {}
         self._kinds: Counter[Kind] = Counter()
-        self._devices: Counter[int] = Counter()
-        self._devices_claimed: Counter[int] = Counter()
+        self._devices: Counter[DeviceKind] = Counter()
+        self._devices_claimed: Counter[DeviceKind] = Counter()
+        self._counted: dict[str, tuple[DeviceKind, int]] = {}
 
     # --- feeding -----------------------------------------------------------------------------------------------
 
@@ -86,8 +89,9 @@ class Fleet:
                 self._kinds[kind] += sign
                 self._kinds += Counter()
                 for device in known.devices:
-                    self._devices[device.memory_bytes] += sign
+                    self._devices[device.memory_bytes, known.roles] += sign
         for claim in self._on_node.get(node, ()):
+            self._count_devices(claim, self.claims[claim])
             self._index(claim)
         return record is not None and usable(record) == ""
 
@@ -122,13 +126,35 @@ class Fleet:
 
     def _count(self, claim: str, record: ClaimRecord, sign: int) -> None:
         if record.node:
-            self._devices_claimed[record.device_bytes] += sign * len(record.devices)
+            self._count_devices(claim, record if sign > 0 else None)
             (self._on_node[record.node].add if sign > 0 else self._on_node[record.node].discard)(claim)
         for owner in {entry.owner for entry in record.entries.values()}:
             owned = self._of_owner[owner]
             (owned.add if sign > 0 else owned.discard)(claim)
             if not owned:
                 del self._of_owner[owner]
+
+    def _count_devices(self, claim: str, record: ClaimRecord | None) -> None:
+        """Count the devices of a claim under the roles its node has now; None: not any more."""
+        kind, count = self._counted.pop(claim, ((0, ()), 0))
+        self._devices_claimed[kind] -= count
+        if record is not None:
+            node = self.nodes.get(record.node)
+            kind = record.device_bytes, () if node is None else node.roles
+            self._counted[claim] = kind, len(record.devices)
+            self._devices_claimed[kind] += len(record.devices)
+
+    def _fitting(self, shape: Shape) -> tuple[int, int]:
+        """Devices that fit and whose node accepts the role: how many there are, how many of them are claimed."""
+
+        def total(counter: Counter[DeviceKind]) -> int:
+            return sum(
+                count
+                for (size, roles), count in counter.items()
+                if size >= shape.device_bytes and (not roles or shape.role in roles)
+            )
+
+        return total(self._devices), total(self._devices_claimed)
 
     def _unindex(self, claim: str) -> None:
         key, lists = self._placed_in.pop(claim, (None, ()))
@@ -313,8 +339,7 @@ class Fleet:
         host = self._first_host_refusal(need)
         if host and not self._device_free(shape):
             return Reason.WAITING_FOR_HOST_MEMORY, host
-        fitting = sum(count for size, count in self._devices.items() if size >= shape.device_bytes)
-        claimed = sum(count for size, count in self._devices_claimed.items() if size >= shape.device_bytes)
+        fitting, claimed = self._fitting(shape)
         if claimed >= fitting:
             return Reason.WAITING_FOR_DEVICE, (
                 f"all {fitting} devices of at least {format_bytes(shape.device_bytes)} are in use"
@@ -326,8 +351,7 @@ class Fleet:
         return (Reason.UNSCHEDULABLE, cause) if cause else (Reason.RETRYING, f"{free}: asking again")
 
     def _device_free(self, shape: Shape) -> bool:
-        fitting = sum(count for size, count in self._devices.items() if size >= shape.device_bytes)
-        claimed = sum(count for size, count in self._devices_claimed.items() if size >= shape.device_bytes)
+        fitting, claimed = self._fitting(shape)
         return claimed < fitting
 
     def _first_full(self, need: Need) -> str | None:

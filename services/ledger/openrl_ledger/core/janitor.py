@@ -25,10 +25,11 @@ from openrl_ledger.core.ops import (
     drop_node_entry,
     names,
     read_claim,
+    read_seat,
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Leftover:
     """One thing to repair. ``kind``: reservation, unlisted-seat, fenced-seat, node-entry, empty-claim."""
 
@@ -80,6 +81,12 @@ def repair(leftover: Leftover, tenant: str, incarnation: int) -> Steps[None]:
     if leftover.kind == "reservation":
         yield from releasing.clean(leftover.workload, leftover.assignment, leftover.claim)
     elif leftover.kind == "unlisted-seat":
+        # The snapshot may lag behind (it comes from mirrors): look once more before anything is fenced.
+        seat, _ = yield from read_seat(leftover.workload)
+        claim, _ = yield from read_claim(leftover.claim)
+        listed = claim is not None and leftover.assignment in claim.entries
+        if listed or not names(seat, leftover.assignment, leftover.claim):
+            return
         yield from releasing.fence(leftover.assignment, "its claim does not list it")
         yield from releasing.finish(leftover.workload, tenant, leftover.assignment, leftover.claim)
     elif leftover.kind == "fenced-seat":
