@@ -84,6 +84,7 @@ class Load:
         self._moved: asyncio.Queue[Grant] = asyncio.Queue()
         self._seen_at = time.monotonic()
         self._num_jobs = 0
+        self._num_impossible = 0
         self.tally = Tally()
 
     @contextlib.asynccontextmanager
@@ -126,8 +127,8 @@ class Load:
 
     async def impossible(self) -> float:
         """Submit a job that no node could hold; seconds until the stream has the answer."""
-        spec = self._spec(f"impossible-{self._num_jobs}", Overrides(trainer_device_gib=IMPOSSIBLE_GIB))
-        self._num_jobs += 1
+        spec = self._spec(f"impossible-{self._num_impossible}", Overrides(trainer_device_gib=IMPOSSIBLE_GIB))
+        self._num_impossible += 1
         answered: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._failed_at[spec.name] = answered
         sent_at = time.time()
