@@ -139,14 +139,33 @@ def job_ready(state: State, record: WorkloadRecord, now: float, fx: Effects) -> 
 
 def _leave_runtime(state: State, job: JobRecord, now: float, fx: Effects) -> None:
     """Detach a LoRA job. A runtime without jobs is kept for a while (P12), unless it holds nothing yet."""
+    _detach(state, state.pair(job), job_key(job), now, fx)
+
+
+def drop_unnamed(state: State, job: JobRecord, now: float, fx: Effects) -> None:
+    """Workloads that serve a job of this name which was never recorded (a crash came before) and never will be."""
     key = job_key(job)
-    for record in state.pair(job):
+    stray = [
+        record
+        for record in map(state.workloads.__getitem__, list(state.living))
+        if key in record.jobs and record.workload not in (job.trainer, job.sampler)
+    ]
+    lora = [record for record in stray if record.kind is JobKind.LORA]
+    for stem in {record.workload.rpartition("--")[0]: None for record in lora}:
+        _detach(state, [each for each in lora if each.workload.startswith(f"{stem}--")], key, now, fx)
+    for record in stray:
+        if record.kind is JobKind.FFT:
+            release(state, record, now, fx, why="its job was replaced")
+
+
+def _detach(state: State, pair: list[WorkloadRecord], key: str, now: float, fx: Effects) -> None:
+    for record in pair:
         if key in record.jobs:
             left = tuple(each for each in record.jobs if each != key)
             idle = now if not left and alive(record) else None
             state.put_workload(msgspec.structs.replace(record, jobs=left, idle_since=idle))
             fx.workloads[record.workload] = None
-    pair = state.pair(job)
+    pair = [state.workloads[record.workload] for record in pair]
     if pair and not any(record.jobs for record in pair) and not all(placed(record) for record in pair):
         for record in pair:
             release(state, record, now, fx, why="no job needs it")

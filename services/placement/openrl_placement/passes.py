@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from openrl_common.names import short_workload
 from openrl_common.quantities import format_seconds
-from openrl_common.records import ClaimState, Reason, SeatState, WorkloadPhase, WorkloadRecord
+from openrl_common.records import ClaimState, JobPhase, Reason, SeatState, WorkloadPhase, WorkloadRecord
 from openrl_placement.core import booked, claim_changed, fail_impossible, ready_is_due, seat_is_over, seat_lost
-from openrl_placement.endings import fail_workload, gone, release, runtime_idle
+from openrl_placement.endings import end_if_gone, fail_workload, gone, release, runtime_idle
 from openrl_placement.state import Effects, State, alive, placed, waits
 from openrl_placement.waiting import ask, join_line, repeat_request, settle, wake_seatless
 
@@ -83,6 +83,9 @@ class Pass:
                         continue
                 _look_again(state, record, now, fx)
         self._seen = seen
+        for key, job in list(state.jobs.items()):
+            if job.phase is JobPhase.FINISHING:
+                end_if_gone(state, key, now, fx)
         _refresh_reasons(state, now, fx)
         wake_seatless(state, now, fx)
         return fx

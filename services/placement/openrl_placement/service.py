@@ -139,7 +139,7 @@ class _Outbox:
         self._kept = []
         if not effects:
             return
-        keys = [*effects.workloads, *effects.jobs, *(event.entity_id for event in effects.events)]
+        keys = [*effects.workloads, *effects.jobs, *(_record_of(event) for event in effects.events)]
         before = {tail for key in keys if (tail := self._tails.get(key)) is not None}
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for key in keys:
@@ -195,6 +195,12 @@ class _Outbox:
     async def _publish(self, event: Event) -> None:
         async with self._slots:
             await self._bus.publish(event)
+
+
+def _record_of(event: Event) -> str:
+    """The key of the record that an event speaks of: it must not get ahead of that record's writes."""
+    job = getattr(event, "job", None)
+    return event.entity_id if job is None else f"{getattr(event, 'tenant', '')}.{job}"
 
 
 class Placement:
