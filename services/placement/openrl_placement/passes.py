@@ -9,6 +9,9 @@ Invariants: a mismatch is acted on only when it was seen twice in a row, because
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
+
 from openrl_common.names import short_workload
 from openrl_common.quantities import format_seconds
 from openrl_common.records import ClaimState, JobPhase, Reason, SeatState, WorkloadPhase, WorkloadRecord
@@ -20,6 +23,8 @@ from openrl_placement.waiting import ask, join_line, repeat_request, settle, wak
 UNANSWERED_S = 10.0
 """A request, or a pending claim, that nobody has answered for this long is looked at again."""
 _REASONS_MAX = 256
+_REASONS_SLICE = 32
+_SLICE = 256
 
 
 def tick(state: State, now: float) -> Effects:
@@ -69,26 +74,43 @@ class Pass:
         self._seen: dict[str, object] = {}
 
     def rederive(self, state: State, now: float) -> Effects:
+        """The whole pass at once."""
         fx = Effects()
+        for part in self.slices(state, now):
+            fx.add(part)
+        return fx
+
+    def slices(self, state: State, now: float) -> Iterator[Effects]:
+        """The same pass in parts, so that a caller with thousands of workloads can see to other things in between."""
         seen: dict[str, object] = {}
-        for workload in list(state.living):
-            record = state.workloads.get(workload)
-            if record is not None:
-                mismatch = _mismatch(state, record)
-                if mismatch is not None:
-                    seen[workload] = mismatch
-                    if self._seen.get(workload) == mismatch:
-                        _repair(state, record, now, fx)
-                        seen.pop(workload)
-                        continue
-                _look_again(state, record, now, fx)
+        living = list(state.living)
+        for start in range(0, len(living), _SLICE):
+            fx = Effects()
+            for workload in living[start : start + _SLICE]:
+                self._look_at(state, workload, seen, now, fx)
+            yield fx
         self._seen = seen
+        fx = Effects()
         for key, job in list(state.jobs.items()):
             if job.phase is JobPhase.FINISHING:
                 end_if_gone(state, key, now, fx)
-        _refresh_reasons(state, now, fx)
+        yield fx
+        yield from _refresh_reasons(state, now)
+        fx = Effects()
         wake_seatless(state, now, fx)
-        return fx
+        yield fx
+
+    def _look_at(self, state: State, workload: str, seen: dict[str, object], now: float, fx: Effects) -> None:
+        record = state.workloads.get(workload)
+        if record is None:
+            return
+        mismatch = _mismatch(state, record)
+        if mismatch is not None:
+            if self._seen.get(workload) == mismatch:
+                _repair(state, record, now, fx)
+                return
+            seen[workload] = mismatch
+        _look_again(state, record, now, fx)
 
 
 def _mismatch(state: State, record: WorkloadRecord) -> object | None:
@@ -144,12 +166,15 @@ def _unanswered(state: State, record: WorkloadRecord, now: float, fx: Effects) -
         repeat_request(state, record, now, fx)
 
 
-def _refresh_reasons(state: State, now: float, fx: Effects) -> None:
+def _refresh_reasons(state: State, now: float) -> Iterator[Effects]:
     """Reasons change without an event that says so (another job took the last seat): the first in line are told."""
-    for count, workload in enumerate(state.line.waiting()):
-        if count == _REASONS_MAX:
-            return
+    fx = Effects()
+    for count, workload in enumerate(islice(state.line.waiting(), _REASONS_MAX), start=1):
         record = state.workloads[workload]
         if not state.line.busy(workload) and record.assignment:
             told = record.reason in (Reason.UNSCHEDULABLE, Reason.WAITING_FOR_HOST_MEMORY)
             join_line(state, record, now, fx, cause=record.message if told else "")
+        if count % _REASONS_SLICE == 0:
+            yield fx
+            fx = Effects()
+    yield fx

@@ -305,11 +305,15 @@ class Placement:
         next_pass = time.monotonic() + self._config.pass_every_s
         while not self._bus.stopping.is_set():
             # Cut off from the bus, the view is old: no deadline passes and nothing is repaired until it is back.
-            effects = tick(self.state, time.time()) if self._bus.connected else Effects()
+            if self._bus.connected:
+                await self._try(tick(self.state, time.time()))
             if time.monotonic() >= next_pass and self._bus.connected:
-                effects.add(self._pass.rederive(self.state, time.time()))
+                for part in self._pass.slices(self.state, time.time()):
+                    if not self._bus.connected:
+                        break
+                    await self._try(part)
+                    await asyncio.sleep(0)  # events and wake-ups do not wait for the whole pass
                 next_pass = time.monotonic() + self._config.pass_every_s
-            await self._try(effects)
             try:
                 async with asyncio.timeout(_TICK_S):
                     await self._bus.stopping.wait()
