@@ -37,6 +37,7 @@ _TRY_S = 2.0
 _DEADLINE_S = 20.0
 _WRONG_LAST_SEQUENCE = (10071, 10164)
 _LIST_BATCH = 512
+_LIST_SLICE = 32
 _LIST_TRIES = 50
 _INTERRUPTIONS: tuple[type[Exception], ...] = (Lost, *JETSTREAM_FAULTS)
 
@@ -248,6 +249,8 @@ class Bucket(Generic[T]):
                 if entry is not None:
                     listed[key] = entry
                 left = min(left - 1, pending)
+                if left % _LIST_SLICE == 0:
+                    await asyncio.sleep(0)  # a buffer full of entries is decoded without a pause otherwise
             if live is not None:
                 live._replace(listed)
                 while True:
