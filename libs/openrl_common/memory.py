@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import hashlib
 import itertools
 import random
@@ -33,6 +34,7 @@ from openrl_common.wire import PayloadRef
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 
+Messages = list[Stored]
 _ASK_S = 2.0
 _CODECS: dict[type[Any], tuple[msgspec.json.Encoder, msgspec.json.Decoder[Any]]] = {}
 
@@ -168,9 +170,7 @@ class MemoryBus(Bus):
     async def get_payload(self, reference: PayloadRef) -> bytes:
         body = self.server.payloads.get(reference.object_name)
         if body is None:
-            raise Rejected(
-                f"payload {reference.object_name} is not in the store: send it again", code="payload-lost"
-            )
+            raise Rejected(f"payload {reference.object_name} is not in the store: send it again", code="payload-lost")
         if hashlib.sha256(body).hexdigest() != reference.digest:
             raise Rejected(f"payload {reference.object_name} has another digest than announced", code="payload-lost")
         return body
@@ -189,6 +189,7 @@ class MemoryBus(Bus):
         max_deliver: int = 20,
         bound: asyncio.Event | None = None,
         from_now: bool = False,
+        forgotten_after_s: float = 0.0,
     ) -> None:
         member = Member(self, concurrency)
         consumer: Consumer = await self.ask_until_answered(
@@ -225,9 +226,10 @@ class MemoryBus(Bus):
                         else:
                             tasks.create_task(run(stored, deliveries))
                 finally:
+                    member.left = consumer
+                    consumer.members = [each for each in consumer.members if each is not member]
                     stopping.cancel()
         finally:
-            consumer.members = [each for each in consumer.members if each is not member]
             for stored, deliveries in member.inbox:
                 await _Message(self, consumer, stored, deliveries).nak()
 
@@ -251,9 +253,8 @@ class MemoryBus(Bus):
             position = max(position, self.server.streams[stream].seq + 1)
         while not self.stopping.is_set():
             watcher = Watcher(self, subject, queue.put_nowait, lambda: queue.put_nowait(None))
-            start = position
-            batch: list[Stored] | None = await self.ask_until_answered(
-                lambda watcher=watcher, start=start: self.server.watch(stream, watcher, start)
+            batch: Messages | None = await self.ask_until_answered(
+                functools.partial(self.server.watch, stream, watcher, position)
             )
             try:
                 while batch is not None:
@@ -304,7 +305,8 @@ class MemoryBus(Bus):
         unsubscribe = await self.subscribe(inbox, on_answer)
         try:
             await self.send(subject, msgspec.json.encode(body), {"reply": inbox})
-            data, headers = await asyncio.wait_for(arrived, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                data, headers = await arrived
         except TimeoutError as error:
             raise Unreachable(f"nobody answered {subject} within {timeout_s:g} s") from error
         finally:
@@ -339,7 +341,7 @@ class MemoryBus(Bus):
         await self.subscribe(subject, on_request)
 
     def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work, context=self.context)
+        task = asyncio.get_running_loop().create_task(work, context=self.context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -426,7 +428,7 @@ class MemoryBucket(Bucket[T]):
         await mirror.open()
         return mirror
 
-    def entries(self, messages: list[Stored]) -> dict[str, Entry[T]]:
+    def entries(self, messages: Messages) -> dict[str, Entry[T]]:
         found: dict[str, Entry[T]] = {}
         for stored in messages:
             key = stored.subject[len(self._root) :]

@@ -167,7 +167,10 @@ class Stream:
         return self.seq, False
 
     def snapshot(self, pattern: str, start_sequence: int) -> list[Stored]:
-        source = sorted(self.last.values(), key=lambda each: each.seq) if self.kv else self.messages[start_sequence - 1 :]
+        if self.kv:
+            source = sorted(self.last.values(), key=lambda each: each.seq)
+        else:
+            source = self.messages[start_sequence - 1 :]
         return [each for each in source if matches(pattern, each.subject)]
 
 
@@ -224,9 +227,7 @@ class Consumer:
     @property
     def idle(self) -> bool:
         """Nothing is unacknowledged and nothing is left to deliver."""
-        return not self.pending and not any(
-            self._wants(each) for each in self._stream.messages[self._cursor :]
-        )
+        return not self.pending and not any(self._wants(each) for each in self._stream.messages[self._cursor :])
 
     def _free_member(self) -> Member | None:
         free = [member for member in self.members if member.in_hand < member.capacity]
@@ -261,8 +262,13 @@ class Member:
         self.in_hand = 0
         self.inbox: deque[tuple[Stored, int]] = deque()
         self.woken: asyncio.Future[None] | None = None
+        self.left: Consumer | None = None
+        """The consumer that it has left: what was on its way goes back."""
 
     def arrive(self, message: Stored, deliveries: int) -> None:
+        if self.left is not None:
+            self.left.nak(message.seq, 0.0)
+            return
         self.inbox.append((message, deliveries))
         self.wake()
 

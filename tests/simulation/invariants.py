@@ -147,7 +147,7 @@ class Invariants:
                     return each
         return None
 
-    # --- the ledger's keys -------------------------------------------------------------------------------------------
+    # --- the ledger's keys ----------------------------------------------------------------------------------------
 
     def _seat(self, workload: str, before: SeatRecord | None, after: SeatRecord | None) -> None:
         if after is None:
@@ -277,7 +277,7 @@ class Invariants:
                 f"node {node} gave back the host memory of {assignment}, whose seat is held (invariant 4)",
             )
 
-    # --- leases, cuts, devices ---------------------------------------------------------------------------------------
+    # --- leases, cuts, devices ------------------------------------------------------------------------------------
 
     def _lease(self, assignment: str, before: LeaseRecord | None, after: LeaseRecord | None) -> None:
         self._expect(after is not None, f"lease {assignment} was deleted")
@@ -329,7 +329,7 @@ class Invariants:
         seat = self.truth.seat(worker.launch.workload)
         return seat.claim if seat.state is not SeatState.EMPTY and seat.assignment == worker.launch.assignment else ""
 
-    # --- worker processes ----------------------------------------------------------------------------------------------
+    # --- worker processes -------------------------------------------------------------------------------------------
 
     def worker_starts(self, started: Worker) -> None:
         """B7: only with the gate open, on a seat that is named and listed, and never twice."""

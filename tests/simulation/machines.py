@@ -1,8 +1,8 @@
 """Simulated processes, machines and the network between them.
 
-A process is killed the way ``kill -9`` does it: whatever it had sent may still arrive, nothing it awaits ever returns, and
-its ``finally`` blocks reach nobody. Workers are processes on a machine: they outlive the launcher that started them,
-go live and renew their lease with the code of ``openrl_common.worker``, and die with their machine.
+A process is killed the way ``kill -9`` does it: whatever it had sent may still arrive, nothing it awaits ever returns,
+and its ``finally`` blocks reach nobody. Workers are processes on a machine: they outlive the launcher that started
+them, go live and renew their lease with the code of ``openrl_common.worker``, and die with their machine.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ class Machine:
                     waiter.set_result(None)
             self._world.note(f"worker {worker_process.launch.assignment} ended code={exit_code}")
 
-    # --- the port --------------------------------------------------------------------------------------------------
+    # --- the port -----------------------------------------------------------------------------------------------
 
     def inventory(self) -> Inventory:
         return Inventory(devices=self.devices, host_allocatable_bytes=self.host_bytes, declared=True)
@@ -325,7 +325,7 @@ class Machine:
     def last_error(self, log_path: str) -> str:
         return ""
 
-    # --- a worker's life -------------------------------------------------------------------------------------------
+    # --- a worker's life ----------------------------------------------------------------------------------------
 
     def _handle(self, of: Worker) -> Handle:
         return Handle(of.launch.assignment, of.launch.workload, of.pid, of.started_at)

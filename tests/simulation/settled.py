@@ -36,7 +36,7 @@ class Settled:
         self._world = world
         self._truth = world.truth
 
-    # --- true waits --------------------------------------------------------------------------------------------------
+    # --- true waits -----------------------------------------------------------------------------------------------
 
     def waits_are_true(self) -> list[str]:
         """Invariant 7: every workload is placed and its worker runs, or has ended, or waits for a reason that holds."""
@@ -136,7 +136,7 @@ class Settled:
         budget = self._truth.budgets().get(node)
         return 0 if budget is None else sum(entry.host_bytes for entry in budget.entries.values())
 
-    # --- agreement of the ledger's keys ------------------------------------------------------------------------------
+    # --- agreement of the ledger's keys ---------------------------------------------------------------------------
 
     def _disagreements(self) -> list[str]:
         """No reservation that nobody named, no seat unlisted, no memory held for nothing, no device cut for nothing."""
@@ -186,7 +186,7 @@ class Settled:
                     found.append(f"worker {each.launch.assignment} runs without a seat")
         return found
 
-    # --- the end ---------------------------------------------------------------------------------------------------
+    # --- the end ------------------------------------------------------------------------------------------------
 
     def nothing_is_left(self) -> list[str]:
         """Every job is over: no seat, no claim, no memory, no device, no process, no message under way."""
@@ -204,7 +204,7 @@ class Settled:
         found += [f"dead letter {letter.headers.get('openrl-dlq-error')}" for letter in letters[:1]]
         return found
 
-    # --- the line --------------------------------------------------------------------------------------------------
+    # --- the line -----------------------------------------------------------------------------------------------
 
     def waiting(self) -> dict[str, WorkloadRecord]:
         return {

@@ -105,7 +105,7 @@ class World:
         self.client = Process(self, "client")
         self.settled = Settled(self)
 
-    # --- what others ask of the world --------------------------------------------------------------------------------
+    # --- what others ask of the world -----------------------------------------------------------------------------
 
     def violation(self, what: str) -> None:
         self._violations.append(f"{self.loop.now_s:.4f} s: {what}")
@@ -155,7 +155,7 @@ class World:
             return 1e9
         return self._random.uniform(0.1, 10.0)
 
-    # --- processes -----------------------------------------------------------------------------------------------------
+    # --- processes --------------------------------------------------------------------------------------------------
 
     def start(self, name: str) -> None:
         old = self.processes.get(name)
@@ -233,7 +233,7 @@ class World:
             pass_every_s=4.0,
         )
 
-    # --- faults --------------------------------------------------------------------------------------------------------
+    # --- faults -----------------------------------------------------------------------------------------------------
 
     def _do(self, fault: Fault) -> None:
         if self._healing:
@@ -287,7 +287,7 @@ class World:
         names = [f"ledger-{index}" for index in range(plan.num_ledgers)]
         return names + ["placement"] + [f"launcher-n{index}" for index in range(len(plan.nodes))]
 
-    # --- clients -------------------------------------------------------------------------------------------------------
+    # --- clients ----------------------------------------------------------------------------------------------------
 
     def _submit(self, job: JobPlan) -> None:
         small, large = job.device_gib
@@ -320,7 +320,7 @@ class World:
 
         self.loop.create_task(insist(), context=self.client.bus.context)
 
-    # --- the run -------------------------------------------------------------------------------------------------------
+    # --- the run ----------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         for name in self._names():
