@@ -36,7 +36,7 @@ def home_directory() -> Path:
     return Path(os.environ.get("OPEN_RL_HOME", "~/.openrl")).expanduser()
 
 
-def find_url(url: str | None = None, home: Path | None = None) -> str:
+def find_url(url: str | None = None, home: str | Path | None = None) -> str:
     """Return the NATS address to use.
 
     Raises:
@@ -46,7 +46,7 @@ def find_url(url: str | None = None, home: Path | None = None) -> str:
         return url
     if configured := os.environ.get("OPEN_RL_NATS_URL"):
         return configured
-    path = (home or home_directory()) / "up.json"
+    path = Path(home or home_directory()).expanduser() / "up.json"
     try:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])["nats_url"]
     except (OSError, KeyError, msgspec.MsgspecError):
@@ -58,7 +58,7 @@ def find_url(url: str | None = None, home: Path | None = None) -> str:
 
 @contextlib.asynccontextmanager
 async def connect(
-    url: str | None = None, tenant: str = DEFAULT_TENANT, *, home: Path | None = None
+    url: str | None = None, tenant: str = DEFAULT_TENANT, *, home: str | Path | None = None
 ) -> AsyncIterator[Client]:
     """Open a connection; everything the client started ends with the block (jobs themselves go on).
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from openrl_client.encoding import encode
 from openrl_client.errors import Rejected, TimedOut, Transient
 from openrl_common.names import sample_subject
 from openrl_common.wire import SAMPLE_RESULT_DECODER, SampleRequest, SampleResult, SamplingParams
@@ -71,7 +72,8 @@ class SampleClient:
         """Return the completions of every prompt, in order.
 
         Raises:
-            Rejected: the sampler's typed no (``bad-params``, ``too-long``, ``unknown-job``, ``version-not-served`` …).
+            Rejected: the sampler's typed no (``bad-params``, ``too-long``, ``unknown-job``, ``version-not-served`` …), or
+                ``bad-request``: nobody could read it.
             TimedOut: no answer within ``timeout_s``.
         """
         if len(self._waiting) >= IN_FLIGHT_MAX:
@@ -121,13 +123,14 @@ class SampleClient:
             at_least=at_least,
             exact=exact,
         )
+        body = encode(request)
         future: asyncio.Future[SampleResult] = asyncio.get_running_loop().create_future()
         self._waiting[request.request] = future
         try:
             async with asyncio.timeout(attempt_s):
                 await self._bus.publish_raw(
                     sample_subject(record.runtime_tenant, record.runtime),
-                    msgspec.json.encode(request),
+                    body,
                     message_id=request.request,
                     ttl_s=attempt_s + 1,
                 )

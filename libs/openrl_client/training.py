@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from openrl_client.encoding import encode
 from openrl_client.errors import JobEndedError, Rejected, Transient, Unreachable
 from openrl_common.names import train_subject
 from openrl_common.streams import PAYLOAD_INLINE_BYTES_MAX
@@ -90,7 +91,7 @@ class TrainingLog:
         self._ended = ended
         self._recover_interval_s = recover_interval_s
         self._outstanding: dict[int, Pending] = {}
-        self._queue: asyncio.Queue[TrainRequest] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[TrainRequest, bytes]] = asyncio.Queue()
         self._inbox = ""
         self._unsubscribe: Callable[[], Awaitable[None]] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -113,7 +114,7 @@ class TrainingLog:
         """Number a request and queue it. Returns at once.
 
         Raises:
-            Rejected: ``too-many-in-flight``; await some answers first.
+            Rejected: ``too-many-in-flight``; await some answers first. ``bad-request``: it cannot be written down.
             Exception: what ended this log (the job, or the bus), if something did.
         """
         if self._failure is not None:
@@ -125,10 +126,11 @@ class TrainingLog:
             )
         seq = self._next_seq
         request = kind(seq=seq, incarnation=self._incarnation, reply_to=self._inbox, **fields)
+        body = encode(request)
         pending = Pending(seq, asyncio.get_running_loop().create_future())
         self._next_seq = seq + 1
         self._outstanding[seq] = pending
-        self._queue.put_nowait(request)  # bounded by IN_FLIGHT_MAX
+        self._queue.put_nowait((request, body))  # bounded by IN_FLIGHT_MAX
         return pending
 
     async def _on_reply(self, body: bytes, headers: dict[str, str]) -> None:
@@ -145,9 +147,9 @@ class TrainingLog:
 
     async def _publish_loop(self) -> None:
         while True:
-            request = await self._queue.get()
+            request, body = await self._queue.get()
             deadline = time.monotonic() + UNREACHABLE_AFTER_S
-            while not await self._try_publish(request):
+            while not await self._try_publish(request, body):
                 if time.monotonic() > deadline:
                     error = Unreachable(
                         f"job {self._job}: no server took request {request.seq} for {UNREACHABLE_AFTER_S:.0f} s: "
@@ -157,9 +159,8 @@ class TrainingLog:
                     return
                 await asyncio.sleep(0.5)
 
-    async def _try_publish(self, request: TrainRequest) -> bool:
+    async def _try_publish(self, request: TrainRequest, body: bytes) -> bool:
         message_id = f"{self._tenant}.{self._job}.{self._incarnation}.{request.seq}"
-        body = msgspec.json.encode(request)
         try:
             if len(body) > PAYLOAD_INLINE_BYTES_MAX:
                 name, digest = await self._bus.put_payload(body)
@@ -175,6 +176,9 @@ class TrainingLog:
             await self._bus.publish_raw(train_subject(self._tenant, self._job), body, message_id=message_id)
         except Transient:
             return False
+        except Rejected as error:  # its number is taken: nothing after it could ever be applied
+            self._failure = error
+            self._fail_all(error)
         return True
 
     async def _recover_loop(self) -> None:

@@ -63,7 +63,11 @@ async def _run(
     async with where.connect() as client:
         with Metrics(out / "metrics.jsonl") as metrics, Reporter(spec.name) as report:
             try:
-                job = await client.submit(spec, on_published=submission.append)
+                try:
+                    job = await client.submit(spec, on_published=submission.append)
+                except Rejected:
+                    submission.clear()  # refused: there is nothing to cancel
+                    raise
                 report.line(f"submitted, incarnation {job.record.incarnation}")
                 await job.ready(timeout_s, report.waiting)
                 outcome = await run_recipe(

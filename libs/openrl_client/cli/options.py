@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,16 +43,33 @@ class JsonObject(click.ParamType[dict[str, Any]]):
             self.fail(f"{str(value)[:60]!r} is not a JSON object ({error})", param, ctx)
 
 
+class FinitePositive(click.ParamType[float]):
+    """A finite number above 0 (click's own ranges let nan and inf pass)."""
+
+    name = "float"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not (math.isfinite(number) and number > 0):
+            self.fail(f"{str(value)[:60]!r} is not a finite number above 0", param, ctx)
+        return number
+
+
 job_options = _stack(
     click.option("--name", help="The job's name; `run` makes one up."),
     click.option("--model", "base_model", help="Directory of a Hugging Face model that the workers can read."),
     click.option("--kind", type=click.Choice([kind.value for kind in JobKind]), help="Adapters, or all weights."),
     click.option("--rank", type=click.IntRange(1, 512), help="LoRA rank. [default: 16]"),
-    click.option("--alpha", type=click.FloatRange(min=0, min_open=True), help="LoRA alpha. [default: 32]"),
-    click.option("--seed", type=int, help="Of the job's random numbers. [default: 0]"),
+    click.option("--alpha", type=FinitePositive(), help="LoRA alpha. [default: 32]"),
+    click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of the job's random numbers. [default: 0]"),
     click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), help="Of the weights. [default: auto]"),
     click.option("--exclusive/--shared", default=None, help="May it share its device? [default: by kind]"),
-    click.option("--priority", type=int, help="Higher goes first in the waiting line. [default: 0]"),
+    click.option(
+        "--priority", type=click.IntRange(-1000, 1000), help="Higher goes first in the waiting line. [default: 0]"
+    ),
     click.option("--engine", help="Sampling engine. [default: auto]"),
 )
 
@@ -68,18 +86,32 @@ recipe_options = _stack(
         help="JSON lines with `prompt` (and `answer`), for a reward function.",
     ),
     click.option(
-        "--steps", type=click.IntRange(1), default=100, show_default=True, help="GRPO steps (sft: SFT steps)."
+        "--steps",
+        type=click.IntRange(1, 10_000_000),
+        default=100,
+        show_default=True,
+        help="GRPO steps (sft: SFT steps).",
     ),
-    click.option("--sft-steps", type=click.IntRange(1), help="SFT steps. [default: --steps]"),
-    click.option("--batch", type=click.IntRange(1), default=64, show_default=True, help="SFT examples a step."),
-    click.option("--prompts-per-step", type=click.IntRange(1), default=8, show_default=True, help="GRPO prompts."),
-    click.option("--samples", type=click.IntRange(2), default=8, show_default=True, help="GRPO samples a prompt."),
-    click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Longest completion."),
-    click.option("--learning-rate", type=click.FloatRange(min=0, min_open=True), help="GRPO. [default: by kind]"),
-    click.option("--sft-learning-rate", type=click.FloatRange(min=0, min_open=True), help="SFT. [default: by kind]"),
+    click.option("--sft-steps", type=click.IntRange(1, 10_000_000), help="SFT steps. [default: --steps]"),
+    click.option("--batch", type=click.IntRange(1, 65_536), default=64, show_default=True, help="SFT examples a step."),
+    click.option(
+        "--prompts-per-step", type=click.IntRange(1, 65_536), default=8, show_default=True, help="GRPO prompts."
+    ),
+    click.option(
+        "--samples", type=click.IntRange(2, 4_096), default=8, show_default=True, help="GRPO samples a prompt."
+    ),
+    click.option(
+        "--max-tokens", type=click.IntRange(1, 10_000_000), default=64, show_default=True, help="Longest completion."
+    ),
+    click.option("--learning-rate", type=FinitePositive(), help="GRPO. [default: by kind]"),
+    click.option("--sft-learning-rate", type=FinitePositive(), help="SFT. [default: by kind]"),
     click.option("--lag", type=click.IntRange(0, 1), default=1, show_default=True, help="Weights lag of the samples."),
     click.option(
-        "--evaluate", type=click.IntRange(0), default=200, show_default=True, help="Held-out samples; 0: none."
+        "--evaluate",
+        type=click.IntRange(0, 1_000_000),
+        default=200,
+        show_default=True,
+        help="Held-out samples; 0: none.",
     ),
     click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Where metrics.jsonl goes."),
 )

@@ -65,6 +65,9 @@ def test_exit_code_says_what_kind_of_failure_it_was(error: BaseException, code: 
         (["submit", "--name", "x", "--model", "/m", "--kind", "fft", "--rank", "8"], 2, "--rank and --alpha"),
         (["submit", "--name", "Bad_Name", "--model", "/m", "--kind", "fft"], 1, "'Bad_Name'"),
         (["wait", "x", "--timeout", "-3"], 2, "--timeout"),
+        (["run", "sft", "--task", "letters:sort", "--learning-rate", "nan"], 2, "'nan' is not a finite number above 0"),
+        (["run", "sft", "--task", "letters:sort", "--alpha", "inf"], 2, "'inf' is not a finite number above 0"),
+        (["run", "sft", "--task", "letters:sort", "--batch", "1000000000"], 2, "1000000000 is not in the range"),
         (["no-such-command"], 2, "no-such-command"),
     ],
 )

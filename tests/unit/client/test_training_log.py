@@ -158,3 +158,35 @@ async def test_garbage_in_the_inbox_harms_nobody(bus: FakeBus, log: TrainingLog)
     await callback(b"\xff not json", {})
     await answer(bus, TrainResult(seq=4, version=1))
     assert (await pending).version == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "names"),
+    [
+        ([Datum(tokens=[1, object()])], "unsupported"),  # type: ignore[list-item]
+        ([Datum(tokens=[1, 2], advantages=[0.0, float("nan")])], r"data\[0\].advantages\[1\] is None, NaN or infinite"),
+        ([Datum(tokens=[1, 2], logprobs=[float("-inf"), 0.0])], r"data\[0\].logprobs\[0\]"),
+    ],
+)
+async def test_what_cannot_be_sent_is_refused_at_the_call_and_the_log_goes_on(
+    bus: FakeBus, log: TrainingLog, data: list[Datum], names: str
+) -> None:
+    """C2, C5: such a request once ended the publishing task, and everything after it waited for ever."""
+    with pytest.raises(Rejected, match=names) as refused:
+        log.send(Forward, data=data)
+    assert refused.value.code == "bad-request"
+    pending = log.send(OptimStep, adam=ADAM)
+    assert pending.seq == 4, "a refused request takes no number"
+    await answer(bus, TrainResult(seq=4))
+    await pending
+
+
+async def test_a_request_travels_as_it_was_at_the_call(bus: FakeBus, log: TrainingLog) -> None:
+    """C2: what the caller does to its lists afterwards changes nothing."""
+    tokens = [1, 2, 3]
+    log.send(Forward, data=[Datum(tokens=tokens)])
+    tokens.append(4)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    ((_, body, _),) = bus.published
+    assert TRAIN_DECODER.decode(body).data[0].tokens == [1, 2, 3]  # type: ignore[union-attr]
