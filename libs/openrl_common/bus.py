@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import logging
 import random
+import re
 import time
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -53,6 +54,8 @@ _DRAIN_S = 5.0
 _INTERRUPTIONS: tuple[type[Exception], ...] = (Lost, *JETSTREAM_FAULTS)
 _CONNECT_ERRORS: tuple[type[Exception], ...] = (*NETWORK_ERRORS, nats.errors.Error, OSError, ValueError)
 _ERROR_CODE = "openrl-error"
+_SUBJECT = re.compile(r"[!-)+-=?-~]{1,1024}")
+"""Printable ASCII without blanks and wildcards: nothing in it can end the protocol line it is written into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,22 +331,40 @@ class Bus:
                 ) from error
 
     async def send(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> None:
-        """Core NATS, at most once: answers to inboxes, whose loss the asker's own retry covers."""
+        """Core NATS, at most once: answers to inboxes, whose loss the asker's own retry covers.
+
+        ``subject`` comes from the asker: one that is none is not answered.
+        """
+        if not _SUBJECT.fullmatch(subject):
+            log.warning("not answered: %.80r is not a subject", subject)
+            return
         with contextlib.suppress(*NETWORK_ERRORS):
             await self._connection.publish(subject, body, headers=headers)
 
     async def put_payload(self, body: bytes) -> tuple[str, str]:
-        """Store a large body (R7); return its object name and SHA-256. The same body is stored once."""
+        """Store a large body (R7); return its object name and SHA-256. The same body is stored once.
+
+        Raises:
+            Transient: the server did not take all of it in time, or has no room for it.
+        """
         digest = hashlib.sha256(body).hexdigest()
-        store = await self.jetstream.object_store(streams.PAYLOADS)
         try:
-            await store.get_info(digest)
-        except nats.js.errors.NotFoundError:
-            await store.put(digest, body)
+            store = await self.jetstream.object_store(streams.PAYLOADS)
+            try:
+                await store.get_info(digest)
+            except nats.js.errors.NotFoundError:
+                await store.put(digest, body)
+        except JETSTREAM_FAULTS as error:
+            raise Transient(f"a payload of {len(body)} bytes was not stored: {error!r}") from error
         return digest, digest
 
     async def get_payload(self, reference: PayloadRef) -> bytes:
-        """Fetch and verify a large body. Raises Rejected (code ``payload-lost``) when it is gone or damaged."""
+        """Fetch and verify a large body.
+
+        Raises:
+            Rejected: ``payload-lost``: it is gone or damaged.
+            Transient: the server did not answer in time.
+        """
         try:
             store = await self.jetstream.object_store(streams.PAYLOADS)
             body = (await store.get(reference.object_name)).data or b""
@@ -353,6 +374,10 @@ class Bus:
             ) from error
         except nats.js.errors.DigestMismatchError as error:
             raise Rejected(f"payload {reference.object_name} is damaged: send it again", code="payload-lost") from error
+        except JETSTREAM_FAULTS as error:
+            raise Transient(f"payload {reference.object_name} could not be read: {error!r}") from error
+        except nats.errors.Error as error:
+            raise Rejected(f"payload {reference.object_name} cannot be read: {error}", code="payload-lost") from error
         if hashlib.sha256(body).hexdigest() != reference.digest:
             raise Rejected(f"payload {reference.object_name} has another digest than announced", code="payload-lost")
         return body

@@ -338,3 +338,10 @@ async def test_poison_raised_by_a_handler_is_terminated_at_the_first_delivery(bu
         await until(lambda: bool(tries))
         await asyncio.sleep(0.3)
     assert tries == [1]
+
+
+@pytest.mark.parametrize("subject", ["", "a b", "x 0\r\n\r\nPUB y", "openrl.>", "a" * 2000])
+async def test_an_answer_to_what_is_no_subject_is_dropped_and_the_connection_lives(bus: Bus, subject: str) -> None:
+    """E16: ``reply_to`` is the asker's word; written as it is, it could end the protocol line or the worker."""
+    await bus.send(subject, b"answer")
+    await bus.publish(finished("after"))
