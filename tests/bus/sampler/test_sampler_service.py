@@ -224,6 +224,8 @@ async def test_v10_every_bad_request_gets_its_own_code_and_harms_nobody(world: W
     assert await world.error(params=SamplingParams(max_tokens=4, stop=["x"])) == "bad-params"
     assert await world.error(job="stranger") == "unknown-job"
     assert await world.error(incarnation=9) == "unknown-job"
+    assert await world.error(params=SamplingParams(temperature=float("nan"))) == "bad-request"
+    assert await world.error(prompts=["text"]) == "bad-request"
     late = await world.send(deadline=time.time() - 1)
     await world.send(body=b"\xff not json")
     async with asyncio.timeout(DEADLINE_S):
