@@ -72,8 +72,8 @@ class SampleClient:
         """Return the completions of every prompt, in order.
 
         Raises:
-            Rejected: the sampler's typed no (``bad-params``, ``too-long``, ``unknown-job``, ``version-not-served`` …), or
-                ``bad-request``: nobody could read it.
+            Rejected: the sampler's typed no (``bad-params``, ``too-long``, ``unknown-job``, ``version-not-served`` …);
+                ``bad-request``: it cannot be sent.
             TimedOut: no answer within ``timeout_s``.
         """
         if len(self._waiting) >= IN_FLIGHT_MAX:
