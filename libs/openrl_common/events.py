@@ -214,6 +214,74 @@ class ClaimRetired(Event, frozen=True, kw_only=True, tag="claim.retired.v1"):
     node: str = ""
 
 
+class FenceRequested(_LedgerSeatEvent, frozen=True, kw_only=True, tag="seat.fence-requested.v1"):
+    """The seat's worker must be stopped, whatever it does (T3, T6); its seat is being released."""
+
+    FACT: ClassVar[str] = "fence-requested"
+    IDENTITY: ClassVar[tuple[str, ...]] = ("assignment",)
+    assignment: str
+    claim: str
+    why: str = ""
+
+
+class _TurnEvent(Event, frozen=True, kw_only=True):
+    ENTITY: ClassVar[str] = "turn"
+    KEY: ClassVar[str] = "claim"
+    tenant: str
+    claim: str
+    assignment: str
+    epoch: int
+    """Of a grant: the new one. Of a request: the last one the worker had."""
+
+
+class TurnGranted(_TurnEvent, frozen=True, kw_only=True, tag="turn.granted.v1"):
+    SOURCE: ClassVar[str] = "ledger"
+    FACT: ClassVar[str] = "granted"
+    IDENTITY: ClassVar[tuple[str, ...]] = ("assignment", "epoch")
+    until: float
+
+
+class TurnYieldAsked(_TurnEvent, frozen=True, kw_only=True, tag="turn.yield-asked.v1"):
+    """Leave as soon as idle; with ``now``, at the next safe boundary, or be fenced after the grace (T3)."""
+
+    SOURCE: ClassVar[str] = "ledger"
+    FACT: ClassVar[str] = "yield-asked"
+    IDENTITY: ClassVar[tuple[str, ...]] = ("assignment", "epoch", "now", "asked_at")
+    until: float
+    now: bool
+    asked_at: float
+
+
+class TurnRequested(_TurnEvent, frozen=True, kw_only=True, tag="turn.requested.v1"):
+    """``session`` and ``attempt`` make each asking a message of its own: what was lost is asked again."""
+
+    SOURCE: ClassVar[str] = "worker"
+    FACT: ClassVar[str] = "requested"
+    IDENTITY: ClassVar[tuple[str, ...]] = ("assignment", "session", "attempt")
+    session: str
+    attempt: int
+
+
+class TurnReleased(_TurnEvent, frozen=True, kw_only=True, tag="turn.released.v1"):
+    """Off the device. ``bytes_held``: what it still holds there; ``bytes_parked``: what it took away.
+
+    ``park_seconds`` and ``resume_seconds`` are of this turn's end and begin; hits count since the last release: work
+    that found the worker resident (hot) or parked (warm).
+    """
+
+    SOURCE: ClassVar[str] = "worker"
+    FACT: ClassVar[str] = "released"
+    IDENTITY: ClassVar[tuple[str, ...]] = ("assignment", "session", "attempt")
+    session: str
+    attempt: int
+    bytes_held: int = 0
+    bytes_parked: int = 0
+    park_seconds: float = 0.0
+    resume_seconds: float = 0.0
+    hits_hot: int = 0
+    hits_warm: int = 0
+
+
 # --- launcher ---------------------------------------------------------------------------------------------------
 
 
@@ -290,6 +358,14 @@ class WorkerGone(_WorkerEvent, frozen=True, kw_only=True, tag="worker.gone.v1"):
     IDENTITY: ClassVar[tuple[str, ...]] = ("assignment",)
 
 
+class WorkerFenced(_WorkerEvent, frozen=True, kw_only=True, tag="worker.fenced.v1"):
+    """A worker that FenceRequested named is fenced, stopped and seen gone (T3); WorkerGone follows."""
+
+    FACT: ClassVar[str] = "fenced"
+    IDENTITY: ClassVar[tuple[str, ...]] = ("assignment",)
+    why: str = ""
+
+
 class _NodeEvent(Event, frozen=True, kw_only=True):
     SOURCE: ClassVar[str] = "launcher"
     ENTITY: ClassVar[str] = "node"
@@ -361,6 +437,11 @@ AnyEvent = (
     | SeatReleasing
     | SeatReleased
     | ClaimRetired
+    | FenceRequested
+    | TurnGranted
+    | TurnYieldAsked
+    | TurnRequested
+    | TurnReleased
     | ClaimAllocated
     | ClaimRefused
     | ClaimFreed
@@ -369,6 +450,7 @@ AnyEvent = (
     | WorkerUnschedulable
     | WorkerExited
     | WorkerGone
+    | WorkerFenced
     | NodeJoined
     | NodeLost
     | WeightsReady

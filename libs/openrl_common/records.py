@@ -315,6 +315,46 @@ class NodeBudget(Record, frozen=True, kw_only=True):
     entries: dict[str, NodeEntry] = {}
 
 
+# --- the arbiter's bucket: openrl_turns (03, T1-T6) --------------------------------------------------------------
+
+
+class Residency(Record, frozen=True, kw_only=True):
+    """One assignment that may use a shared device now (T4: under ``epoch``, its own count of grants).
+
+    Attributes:
+        until: its turn lasts at least until then; nobody asks it to leave before, but to leave when it is idle.
+        pressed_at: since when somebody waits who does not fit beside it: it leaves as soon as it is idle.
+        asked_at: since when it is asked to leave at its next safe boundary; None = not asked.
+        fenced_at: since when it is being fenced, for ``why``; it counts until its process is gone.
+    """
+
+    epoch: int
+    granted_at: float
+    until: float
+    pressed_at: float | None = None
+    asked_at: float | None = None
+    fenced_at: float | None = None
+    why: str = ""
+
+
+class TurnRecord(Record, frozen=True, kw_only=True):
+    """Key ``<claim>`` in openrl_turns: who is resident on the claim's device and who waits for it.
+
+    Attributes:
+        residents/waiting: keyed by assignment id; ``waiting`` holds since when.
+        epochs: the last epoch given to each assignment.
+        served: owner → number of the grant it got last (``grants`` counts them): the least goes first.
+        turns: owner → how many grants it got.
+    """
+
+    residents: dict[str, Residency] = {}
+    waiting: dict[str, float] = {}
+    epochs: dict[str, int] = {}
+    served: dict[str, int] = {}
+    turns: dict[str, int] = {}
+    grants: int = 0
+
+
 # --- the launcher's buckets: openrl_nodes, openrl_claims, openrl_workers -----------------------------------------
 
 

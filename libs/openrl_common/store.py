@@ -305,6 +305,7 @@ class Store:
         self.ledger_seats = view("openrl_ledger", "seat.", records.SeatRecord)
         self.ledger_claims = view("openrl_ledger", "claim.", records.ClaimRecord)
         self.ledger_nodes = view("openrl_ledger", "node.", records.NodeBudget)
+        self.turns = view("openrl_turns", "", records.TurnRecord)
         self.nodes = view("openrl_nodes", "", records.NodeRecord)
         self.cuts = view("openrl_claims", "claim.", records.CutRecord)
         self.devices = view("openrl_claims", "dev.", records.DeviceHold)

@@ -9,6 +9,7 @@ import click
 from openrl_common import settings
 from openrl_common.service import SERVICE_SETTINGS, ServiceContext, run
 from openrl_ledger.service import LedgerSettings, serve
+from openrl_ledger.turns_service import TURN_SETTINGS
 
 JANITOR_EVERY_S = settings.setting(
     "--janitor-every",
@@ -20,7 +21,7 @@ JANITOR_EVERY_S = settings.setting(
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@settings.settings(*SERVICE_SETTINGS, settings.MAX_SEATS_PER_CLAIM, JANITOR_EVERY_S)
+@settings.settings(*SERVICE_SETTINGS, settings.MAX_SEATS_PER_CLAIM, JANITOR_EVERY_S, *TURN_SETTINGS)
 def main(**parameters: object) -> None:
     """The ledger: owns every seat, books, refuses and releases by compare-and-swap."""
     config = settings.from_parameters(LedgerSettings, parameters)

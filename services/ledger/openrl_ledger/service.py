@@ -29,6 +29,8 @@ from openrl_common.store import Bucket, Entry, Mirror
 from openrl_ledger.core import janitor
 from openrl_ledger.core.decide import decide
 from openrl_ledger.core.ops import Contended, Emit, Environment, Lost, Pause, Read, Steps, Table, Write
+from openrl_ledger.core.turns import TurnPolicy
+from openrl_ledger.turns_service import Arbiter
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,10 @@ _PAUSE_MAX_S = 0.25
 class LedgerSettings(ServiceSettings):
     max_seats_per_claim: int
     janitor_every_s: float
+    coresidency: bool = True
+    device_reserve_bytes: int = 512 << 20
+    max_turn_s: float = 120.0
+    turn_grace_s: float = 30.0
 
 
 class Ledger:
@@ -76,7 +82,12 @@ class Ledger:
     async def handle(self, delivery: Delivery) -> None:
         await self.drive(decide(delivery.event(), self.environment))
 
-    async def drive(self, steps: Steps[None]) -> None:
+    @property
+    def claims(self) -> Mirror[ClaimRecord]:
+        """The live copy of the claims, once started."""
+        return self._mirrors[Table.CLAIMS]
+
+    async def drive(self, steps: Steps[Any]) -> None:
         """Run a rule to its end. A crash anywhere in between loses nothing: redelivery re-derives (E6)."""
         answer: Any = None
         while True:
@@ -135,7 +146,7 @@ class Ledger:
                     await self._snapshot(Table.BUDGETS),
                     await self._snapshot(Table.LEASES),
                 )
-                for leftover in seen & before:
+                for leftover in sorted(seen & before):
                     seat = seats.get(leftover.workload)
                     log.warning("janitor repairs %s", leftover)
                     await self.drive(
@@ -183,8 +194,11 @@ async def serve(context: ServiceContext, config: LedgerSettings) -> None:
         with handled.time():
             await ledger.handle(delivery)
 
+    policy = TurnPolicy(config.coresidency, config.device_reserve_bytes, config.max_turn_s, config.turn_grace_s)
+    arbiter = Arbiter(context.bus, ledger.environment, ledger.drive, policy, context.registry)
     bound = context.require("consumer", "the ledger's consumer is not bound yet")
     await ledger.start()
+    await arbiter.start(ledger.claims)
     try:
         await until_stopped(
             context.stopping,
@@ -197,6 +211,9 @@ async def serve(context: ServiceContext, config: LedgerSettings) -> None:
                 bound=bound,
             ),
             ledger.tidy(config.janitor_every_s, repaired),
+            arbiter.consume(),
+            arbiter.watch(),
         )
     finally:
+        await arbiter.close()
         await ledger.close()

@@ -37,6 +37,7 @@ class Table(Enum):
     CLAIMS = "ledger_claims"
     BUDGETS = "ledger_nodes"
     LEASES = "leases"
+    TURNS = "turns"
     NODES = "nodes"
 
 
