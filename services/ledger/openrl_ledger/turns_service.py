@@ -112,7 +112,7 @@ Drive = Callable[[Steps[TurnRecord]], Awaitable[None]]
 
 
 class Arbiter:
-    """``drive`` runs steps against the store and the bus (the ledger's own). ``start``, then ``consume`` and ``watch``."""
+    """``drive`` runs steps against the store and the bus (the ledger's). ``start``, then ``consume`` and ``watch``."""
 
     def __init__(
         self, bus: Bus, environment: Environment, drive: Drive, policy: TurnPolicy, registry: CollectorRegistry
