@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from openrl_common.events import EVENT_DECODER, WorkerGone
 from openrl_common.memory_server import MemoryServer, Stored, Stream
 from openrl_common.records import (
     ClaimRecord,
@@ -328,6 +329,20 @@ class Invariants:
         """The claim that lists a worker's assignment; empty when none does."""
         seat = self.truth.seat(worker.launch.workload)
         return seat.claim if seat.state is not SeatState.EMPTY and seat.assignment == worker.launch.assignment else ""
+
+    def said_gone(self, message: Stored) -> None:
+        """L4, B7: fence first, then stop, then see it gone, then WorkerGone."""
+        event = EVENT_DECODER.decode(message.data)
+        assert isinstance(event, WorkerGone)
+        lease = self.truth.lease(event.assignment)
+        self._expect(
+            lease is not None and lease.state is LeaseState.TOMBSTONE,
+            f"WorkerGone of {event.assignment} was said without a fence (B7)",
+        )
+        self._expect(
+            self._process_of(event.assignment) is None,
+            f"WorkerGone of {event.assignment} was said while its process runs (invariant 6)",
+        )
 
     # --- worker processes -------------------------------------------------------------------------------------------
 

@@ -124,6 +124,8 @@ class World:
             if message.subject.startswith("$KV.openrl_workloads."):
                 self.workloads_seen.add(message.subject)
             self.invariants.written(stream, message, before)
+        elif message.subject.endswith(".gone"):
+            self.invariants.said_gone(message)
 
     def _trace_write(self, stream: Stream, message: Stored) -> None:
         if ".lease." in message.subject and b"renewals" in message.data and b"tombstone" not in message.data:

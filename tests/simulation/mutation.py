@@ -1,0 +1,46 @@
+"""Break one rule on purpose: a function of a service with one piece of its source replaced, for the length of a test."""
+
+from __future__ import annotations
+
+import __future__
+import contextlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def mutated(function: Callable[..., Any], old: str, new: str) -> Iterator[None]:
+    """Replace ``old``, which must be there exactly once, by ``new`` in the source of a module's function or a method.
+
+    Raises:
+        AssertionError: the source has changed and the mutation no longer says what it breaks.
+    """
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{function.__qualname__} has {old!r} {source.count(old)} times, not once"
+    module = sys.modules[function.__module__]
+    before = dict(module.__dict__)
+    code = compile(source.replace(old, new), module.__file__ or "", "exec", __future__.annotations.compiler_flag)
+    exec(code, module.__dict__)
+    changed = module.__dict__[function.__name__]
+    owner, _, _ = function.__qualname__.rpartition(".")
+    places: list[tuple[Any, str]] = []
+    if owner:
+        module.__dict__.pop(function.__name__)
+        if function.__name__ in before:
+            module.__dict__[function.__name__] = before[function.__name__]
+        places.append((before[owner], function.__name__))
+    else:
+        module.__dict__[function.__name__] = function
+        for each in list(sys.modules.values()):
+            if getattr(each, function.__name__, None) is function:
+                places.append((each, function.__name__))
+    try:
+        for place, name in places:
+            setattr(place, name, changed)
+        yield
+    finally:
+        for place, name in places:
+            setattr(place, name, function)
