@@ -226,7 +226,8 @@ class Load:
                 case JobFailed(job=job) as failed:
                     waiter = self._failed_at.pop(job, None)
                     if waiter is not None:
-                        waiter.set_result(delivery.published_at)
+                        if not waiter.done():  # else its probe has ended meanwhile
+                            waiter.set_result(delivery.published_at)
                     else:
                         raise TimedOut(f"job {job} failed: {failed.message}")
                 case _:
