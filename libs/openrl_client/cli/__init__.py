@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "dlq": ("watch", "dlq", "Look at messages that could not be handled."),
     "model": ("model", "model", "Make a tiny model to try things with."),
     "bench": ("bench", "bench", "Measure the system."),
+    "drill": ("drill", "drill", "Rehearse many jobs at once."),
     "completion": ("completion", "completion", "Print a shell completion script."),
 }
 
