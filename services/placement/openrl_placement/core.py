@@ -158,7 +158,8 @@ def _refused(state: State, event: SeatRefused, now: float, fx: Effects) -> None:
             record = with_reason(record, Reason.WAITING_FOR_PREDECESSOR, event.message, now)
             state.put_workload(record)
         elif not placed(record):
-            reason, message = state.fleet.why(need(record, now), event.message)
+            cause = record.message if record.reason is Reason.UNSCHEDULABLE else ""
+            reason, message = state.fleet.why(need(record, now), cause)
             record = with_reason(record, event.reason or reason, event.message if event.reason else message, now)
             state.put_workload(record)
         fx.workloads[record.workload] = None

@@ -145,13 +145,18 @@ class Fleet:
             self._devices_claimed[kind] += len(record.devices)
 
     def _fitting(self, shape: Shape) -> tuple[int, int]:
-        """Devices that fit and whose node accepts the role: how many there are, how many of them are claimed."""
+        """Devices that a claim for this shape could get: how many there are, how many of them are claimed.
+
+        Its node accepts the role, and it is no larger than the largest tier: P2 takes a node's smallest device for its
+        size, so the larger ones of a mixed node serve only where other nodes have that size.
+        """
+        largest_bytes = max((tier.ceiling_gib for tier in self.tiers(shape)), default=0) * GIB
 
         def total(counter: Counter[DeviceKind]) -> int:
             return sum(
                 count
                 for (size, roles), count in counter.items()
-                if size >= shape.device_bytes and (not roles or shape.role in roles)
+                if shape.device_bytes <= size <= largest_bytes and (not roles or shape.role in roles)
             )
 
         return total(self._devices), total(self._devices_claimed)
