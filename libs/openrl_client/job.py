@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 
 from openrl_client.errors import JobEndedError, Rejected, TimedOut
-from openrl_client.training import Pending, TrainingLog
+from openrl_client.training import TRAIN_STREAM, Pending, TrainingLog, number_of
 from openrl_common.events import EVENT_DECODER, AnyEvent, JobFinished
 from openrl_common.names import short_workload, train_subject
 from openrl_common.records import JobPhase, JobRecord, WorkloadRecord
 from openrl_common.wire import (
     LOSSES,
-    TRAIN_DECODER,
     AdamParams,
     Datum,
     Forward,
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 POLL_INTERVAL_S = 0.5
 SAMPLE_TIMEOUT_S = 600.0
 END_TIMEOUT_S = 60.0
-TRAIN_STREAM = "OPENRL_TRAIN"
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -105,32 +103,37 @@ class Job:
         """Find the end of the training log and start following the job."""
         bus = self.client.bus
         record = self.record
+        seq, after = await self._log_end()
         self._log = TrainingLog(
             bus,
             tenant=record.tenant,
             job=record.job,
             incarnation=record.incarnation,
-            next_seq=await self._last_seq() + 1,
+            next_seq=seq + 1,
+            after=after,
             ended=self.ended_error,
         )
         await self._log.start()
         subject = f"openrl.ev.placement.{record.tenant}.job.{record.job}.>"
         self._unsubscribe = await bus.subscribe(subject, self._on_event)
 
-    async def _last_seq(self) -> int:
-        last = await self.client.bus.last(
-            stream=TRAIN_STREAM, subject=train_subject(self.record.tenant, self.record.job)
-        )
+    async def _log_end(self) -> tuple[int, int]:
+        """This incarnation's last number in the training log, and the stream sequence of the log's last entry."""
+        bus, subject = self.client.bus, train_subject(self.record.tenant, self.record.job)
+        last = await bus.last(stream=TRAIN_STREAM, subject=subject)
         if last is None:
-            return 0
-        try:
-            request = TRAIN_DECODER.decode(last.body)
-        except msgspec.MsgspecError:
-            raise Rejected(
-                f"job {self.name}: the last entry of its training log is not usable: submit it under a new name",
-                code="bad-log",
-            ) from None
-        return request.seq if request.incarnation == self.record.incarnation else 0
+            return 0, 0
+        if (number := number_of(last.body)) is not None:
+            return (number.seq if number.incarnation == self.record.incarnation else 0), last.sequence
+        seq = 0  # somebody published garbage there; the trainer passes over it, and so does this
+        async with contextlib.aclosing(bus.tail(stream=TRAIN_STREAM, subject=subject)) as entries:
+            async for entry in entries:
+                number = number_of(entry.body)
+                if number is not None and number.incarnation == self.record.incarnation:
+                    seq = max(seq, number.seq)
+                if entry.sequence >= last.sequence:
+                    break
+        return seq, last.sequence
 
     async def close(self) -> None:
         """Stop following; the job itself goes on."""

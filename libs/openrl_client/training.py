@@ -3,8 +3,9 @@
 Invariants:
 - a sequence number is assigned at the call, so that the order of the calls is the order of the log, however many are
   in flight and whoever awaits what first;
-- one task publishes, in order; an unknown outcome is published again under the same message id, so that the log has
-  neither a gap nor a second copy;
+- one task publishes, in order, each request only right after the one before it (compare-and-swap on the log's last
+  entry): the log has neither a gap nor a second copy, and of two clients one is told, instead of taking the other's
+  answers for its own;
 - every request ends: by its answer (through the inbox, or read from ``openrl_results`` when the reply was lost), by
   the end of the job, or by the bus being gone for ``unreachable_after_s``.
 
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from openrl_client.encoding import encode
-from openrl_client.errors import JobEndedError, Rejected, Transient, Unreachable
+from openrl_client.errors import Conflict, JobEndedError, Rejected, Transient, Unreachable
 from openrl_common.names import train_subject
 from openrl_common.streams import PAYLOAD_INLINE_BYTES_MAX
 from openrl_common.wire import RESULT_DECODER, PayloadRef, TrainRequest, TrainResult
@@ -33,6 +34,22 @@ IN_FLIGHT_MAX = 256
 """Requests without an answer that one job may have."""
 RECOVER_INTERVAL_S = 2.0
 UNREACHABLE_AFTER_S = 120.0
+TRAIN_STREAM = "OPENRL_TRAIN"
+
+
+class EntryNumber(msgspec.Struct, frozen=True):
+    """What every entry of a log has, read leniently."""
+
+    seq: int
+    incarnation: int
+
+
+def number_of(entry: bytes) -> EntryNumber | None:
+    """The number of a log entry, None for what is no entry."""
+    try:
+        return msgspec.json.decode(entry, type=EntryNumber)
+    except msgspec.MsgspecError:
+        return None
 
 
 class Pending(Awaitable[TrainResult]):
@@ -69,6 +86,7 @@ class TrainingLog:
     """Publishes the requests of one incarnation of one job.
 
     Args:
+        after: stream sequence of the last entry on the log's subject, 0 when there is none.
         ended: returns None while the job runs, else the error that every outstanding request ends with.
     """
 
@@ -80,6 +98,7 @@ class TrainingLog:
         job: str,
         incarnation: int,
         next_seq: int,
+        after: int,
         ended: Callable[[], Awaitable[Exception | None]],
         recover_interval_s: float = RECOVER_INTERVAL_S,
     ) -> None:
@@ -88,6 +107,7 @@ class TrainingLog:
         self._job = job
         self._incarnation = incarnation
         self._next_seq = next_seq
+        self._after = after
         self._ended = ended
         self._recover_interval_s = recover_interval_s
         self._outstanding: dict[int, Pending] = {}
@@ -160,7 +180,9 @@ class TrainingLog:
                 await asyncio.sleep(0.5)
 
     async def _try_publish(self, request: TrainRequest, body: bytes) -> bool:
-        message_id = f"{self._tenant}.{self._job}.{self._incarnation}.{request.seq}"
+        # The inbox is this log's alone: two clients' requests of one number never pass for the same message.
+        message_id = f"{self._tenant}.{self._job}.{self._incarnation}.{request.seq}.{self._inbox.rsplit('.', 1)[-1]}"
+        subject = train_subject(self._tenant, self._job)
         try:
             if len(body) > PAYLOAD_INLINE_BYTES_MAX:
                 name, digest = await self._bus.put_payload(body)
@@ -173,13 +195,48 @@ class TrainingLog:
                     size_bytes=len(body),
                 )
                 body = msgspec.json.encode(reference)
-            await self._bus.publish_raw(train_subject(self._tenant, self._job), body, message_id=message_id)
+            while True:
+                try:
+                    self._after = await self._bus.publish_raw(subject, body, message_id=message_id, after=self._after)
+                    return True
+                except Conflict:
+                    if await self._resolve(request, body):
+                        return True
         except Transient:
             return False
         except Rejected as error:  # its number is taken: nothing after it could ever be applied
-            self._failure = error
-            self._fail_all(error)
+            self._give_up(request.seq, error)
+            return True
+
+    async def _resolve(self, request: TrainRequest, body: bytes) -> bool:
+        """The log's last entry is not the one before ``request``: this very request, another client's, or garbage.
+
+        True when nothing is left to do for the request, False when it is to go behind that entry. Raises Unreachable.
+        """
+        last = await self._bus.last(stream=TRAIN_STREAM, subject=train_subject(self._tenant, self._job))
+        self._after = 0 if last is None else last.sequence
+        if last is None or last.body == body:
+            return last is not None
+        number = number_of(last.body)
+        if number is None or number.incarnation != self._incarnation or number.seq < request.seq:
+            return False  # nothing of this job's, or nothing that takes this number: goes behind it
+        self._give_up(
+            request.seq,
+            Rejected(
+                f"job {self._job}: another client has sent request {request.seq}: one drives a job at a time; attach "
+                "again to go on after it",
+                code="another-client",
+            ),
+        )
         return True
+
+    def _give_up(self, seq: int, error: Exception) -> None:
+        """Nothing from ``seq`` on was or will be sent; what was sent before is still answered."""
+        self._failure = error
+        for late in [late for late in self._outstanding if late >= seq]:
+            self._outstanding.pop(late).fail(error)
+        while not self._queue.empty():
+            self._queue.get_nowait()
 
     async def _recover_loop(self) -> None:
         """Read stored results of requests whose reply did not come, and notice the end of the job."""

@@ -28,10 +28,10 @@ from nats.js import api
 
 from openrl_common import streams
 from openrl_common.connection import Connection
-from openrl_common.errors import Bug, OpenRLError, Poison, Rejected, Transient, Unreachable
+from openrl_common.errors import Bug, Conflict, OpenRLError, Poison, Rejected, Transient, Unreachable
 from openrl_common.events import EVENT_DECODER, AnyEvent, Event
 from openrl_common.pull import JETSTREAM_FAULTS, NETWORK_ERRORS, Lost, Puller, heed_cancellation
-from openrl_common.store import Store
+from openrl_common.store import WRONG_LAST_SEQUENCE, Store
 from openrl_common.telemetry import extract_context, inject_context, tracer
 from openrl_common.wire import PayloadRef
 
@@ -295,10 +295,20 @@ class Bus:
         message_id: str,
         headers: dict[str, str] | None = None,
         ttl_s: float | None = None,
+        after: int | None = None,
         deadline_s: float = 20.0,
     ) -> int:
-        """Store a message in the stream of ``subject``; return its stream sequence. Errors as ``publish``."""
+        """Store a message in the stream of ``subject``; return its stream sequence. Errors as ``publish``.
+
+        Args:
+            after: stream sequence that the last message of ``subject`` must have (0: there is none).
+
+        Raises:
+            Conflict: another message stands there, possibly this one: an earlier try may have landed (E8).
+        """
         all_headers = {"ce-id": message_id, "Nats-Msg-Id": message_id, **(headers or {})}
+        if after is not None:
+            all_headers["Nats-Expected-Last-Subject-Sequence"] = str(after)
         inject_context(all_headers)
         deadline = time.monotonic() + deadline_s
         tries = 0
@@ -320,6 +330,8 @@ class Bus:
                     ) from error
                 await asyncio.sleep(random.uniform(0.5, 1.0) * min(0.1 * 2**tries, 1.0))
             except nats.js.errors.APIError as error:
+                if after is not None and error.err_code in WRONG_LAST_SEQUENCE:
+                    raise Conflict(f"{subject}: message {after} is not the last one any more") from error
                 raise Transient(
                     f"NATS refused a message on {subject} ({error.description}): look at disk space and the "
                     "JetStream limits"

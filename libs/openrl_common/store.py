@@ -35,7 +35,7 @@ T = TypeVar("T")
 _WRITE_ID = "Openrl-Write-Id"
 _TRY_S = 2.0
 _DEADLINE_S = 20.0
-_WRONG_LAST_SEQUENCE = (10071, 10164)
+WRONG_LAST_SEQUENCE = (10071, 10164)
 _LIST_BATCH = 512
 _LIST_SLICE = 32
 _LIST_TRIES = 50
@@ -198,7 +198,7 @@ class Bucket(Generic[T]):
                     ) from error
                 await asyncio.sleep(random.uniform(0.05, 0.25))
             except nats.js.errors.APIError as error:
-                if error.err_code not in _WRONG_LAST_SEQUENCE:
+                if error.err_code not in WRONG_LAST_SEQUENCE:
                     raise Transient(
                         f"bucket {self._name}, key {key}: NATS refused the write ({error.description}); "
                         "look at disk space and the JetStream limits"

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from openrl_common.errors import Unreachable
+from openrl_common.bus import StoredMessage
+from openrl_common.errors import Conflict, Unreachable
 from openrl_common.store import Entry
 
 Callback = Callable[[bytes, dict[str, str]], Awaitable[None]]
@@ -49,17 +50,32 @@ class FakeBus:
         return unsubscribe
 
     async def publish_raw(
-        self, subject: str, body: bytes, *, message_id: str, ttl_s: float | None = None, **_: object
+        self,
+        subject: str,
+        body: bytes,
+        *,
+        message_id: str,
+        ttl_s: float | None = None,
+        after: int | None = None,
+        **_: object,
     ) -> int:
         if self.failures_left:
             self.failures_left -= 1
             raise Unreachable("no answer")
+        if after is not None and after != len(self.published):
+            raise Conflict("not the last one any more")
         self.published.append((subject, body, message_id))
         async with self._arrived:
             self._arrived.notify_all()
         if self.on_publish is not None:
             await self.on_publish(subject, body)
         return len(self.published)
+
+    async def last(self, *, stream: str, subject: str) -> StoredMessage | None:
+        if not self.published:
+            return None
+        subject, body, _ = self.published[-1]
+        return StoredMessage(subject, body, len(self.published))
 
     async def put_payload(self, body: bytes) -> tuple[str, str]:
         self.payloads["object"] = body

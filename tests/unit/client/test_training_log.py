@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
 
-from openrl_client.errors import JobEndedError, Rejected
+from openrl_client.errors import Conflict, JobEndedError, Rejected
 from openrl_client.training import IN_FLIGHT_MAX, TrainingLog
 from openrl_common.wire import (
     TRAIN_DECODER,
@@ -51,6 +52,7 @@ async def log(bus: FakeBus, ending: Ending) -> AsyncIterator[TrainingLog]:
         job="j",
         incarnation=7,
         next_seq=4,
+        after=0,
         ended=ending,
         recover_interval_s=0.0,
     )
@@ -73,7 +75,7 @@ async def test_numbers_are_taken_at_the_call_and_published_in_that_order(bus: Fa
         await answer(bus, TrainResult(seq=one.seq, metrics={"n": one.seq}))
     assert (await pending[4]).metrics == {"n": 8}
     assert [TRAIN_DECODER.decode(body).seq for _, body, _ in bus.published] == [4, 5, 6, 7, 8]
-    assert [message_id for _, _, message_id in bus.published][:2] == ["default.j.7.4", "default.j.7.5"]
+    assert [message_id for _, _, message_id in bus.published][:2] == ["default.j.7.4.0", "default.j.7.5.0"]
     assert {subject for subject, _, _ in bus.published} == {"openrl.train.default.j"}
 
 
@@ -86,7 +88,7 @@ async def test_unknown_outcome_is_published_again_under_the_same_id(
     bus.failures_left = 2
     first, second = log.send(SaveWeights), log.send(SaveWeights)
     await bus.wait_published(2)
-    assert [message_id for _, _, message_id in bus.published] == ["default.j.7.4", "default.j.7.5"]
+    assert [message_id for _, _, message_id in bus.published] == ["default.j.7.4.0", "default.j.7.5.0"]
     await answer(bus, TrainResult(seq=4, version=1))
     await answer(bus, TrainResult(seq=5, version=2))
     assert (await first).version == 1
@@ -190,3 +192,51 @@ async def test_a_request_travels_as_it_was_at_the_call(bus: FakeBus, log: Traini
     await asyncio.sleep(0)
     ((_, body, _),) = bus.published
     assert TRAIN_DECODER.decode(body).data[0].tokens == [1, 2, 3]  # type: ignore[union-attr]
+
+
+async def test_of_two_clients_one_is_told_instead_of_taking_the_answers_of_the_other(
+    bus: FakeBus, log: TrainingLog
+) -> None:
+    """R4: both sent the same number, and the later one took the result of the earlier one's data for its own."""
+    mine = log.send(OptimStep, adam=ADAM)
+    await bus.wait_published(1)
+    theirs = msgspec.json.encode(SaveWeights(seq=5, incarnation=7, reply_to="other"))
+    bus.published.append(("openrl.train.default.j", theirs, "other"))
+    with pytest.raises(Rejected, match="another client has sent request 5") as refused:
+        await log.send(OptimStep, adam=ADAM)
+    assert refused.value.code == "another-client"
+    with pytest.raises(Rejected, match="another client"):
+        log.send(OptimStep, adam=ADAM)
+    await answer(bus, TrainResult(seq=4))
+    assert (await mine).seq == 4, "what was sent before is still answered"
+    assert len(bus.published) == 2
+
+
+async def test_a_request_that_landed_unheard_is_not_taken_for_anothers(bus: FakeBus, log: TrainingLog) -> None:
+    """E7, E8: the second try is refused by its own first one."""
+    publish, lost = bus.publish_raw, [True]
+
+    async def first_answer_lost(*arguments: Any, **named: Any) -> int:
+        sequence = await publish(*arguments, **named)
+        if lost:
+            lost.clear()
+            raise Conflict("the first try's answer was lost, the second one came second")
+        return sequence
+
+    bus.publish_raw = first_answer_lost  # type: ignore[method-assign]
+    one, two = log.send(OptimStep, adam=ADAM), log.send(SaveWeights)
+    await bus.wait_published(2)
+    for pending in (one, two):
+        await answer(bus, TrainResult(seq=pending.seq))
+        await pending
+    assert len(bus.published) == 2
+
+
+@pytest.mark.parametrize("garbage", [b"\xff", b"[]", b'{"op":"optim_step","seq":9,"incarnation":3}'])
+async def test_garbage_on_the_subject_does_not_end_the_log(bus: FakeBus, log: TrainingLog, garbage: bytes) -> None:
+    """Nothing of this incarnation takes a number: the request goes behind it."""
+    bus.published.append(("openrl.train.default.j", garbage, "garbage"))
+    pending = log.send(OptimStep, adam=ADAM)
+    await bus.wait_published(2)
+    await answer(bus, TrainResult(seq=pending.seq))
+    await pending
