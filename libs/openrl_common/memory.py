@@ -356,13 +356,18 @@ class MemoryMirror(Mirror[T]):
         self._bucket = bucket
         self._prefix = prefix
         self._watcher: Watcher | None = None
+        self._early: Messages | None = None
 
     async def open(self) -> None:
+        """List and follow. Changes that overtake the list wait for it: the list would take them back."""
         bus = self._bucket.memory_bus
+        self._early = []
         watcher = Watcher(bus, f"{self._bucket.root}{self._prefix}>", self._on_batch, self._on_lost)
         stored = await bus.ask_until_answered(lambda: bus.server.watch(self._bucket.stream, watcher))
         self._watcher = watcher
         self._replace(self._bucket.entries(stored))
+        early, self._early = self._early, None
+        self._take(early or [])
 
     async def close(self) -> None:
         if self._watcher is not None:
@@ -371,10 +376,13 @@ class MemoryMirror(Mirror[T]):
             with contextlib.suppress(ValueError):
                 watchers.remove(self._watcher)
 
-    def _on_batch(self, batch: list[Stored]) -> None:
+    def _on_batch(self, batch: Messages) -> None:
+        if self._early is not None:
+            self._early += batch
+            return
         self._bucket.memory_bus.context.copy().run(self._take, batch)
 
-    def _take(self, batch: list[Stored]) -> None:
+    def _take(self, batch: Messages) -> None:
         for stored in batch:
             with contextlib.suppress(Poison):
                 key = stored.subject[len(self._bucket.root) :]

@@ -39,6 +39,7 @@ class Process:
         self.world = world
         self.name = name
         self.alive = True
+        self.killed_at_s = 0.0
         self.skew_s = 0.0
         self.stalled_until_s = 0.0
         self._tasks: list[asyncio.Task[Any]] = []
@@ -62,6 +63,7 @@ class Process:
     def kill(self) -> None:
         if self.alive:
             self.alive = False
+            self.killed_at_s = self.world.loop.now_s
             self.bus.kill()
             self._reap(0)
 
@@ -161,6 +163,8 @@ class SimulatedNetwork(Network):
             if self._draw() < 0.5:  # the client keeps what it could not send and sends it after the reconnect
                 self._backlog.append((bus, apply, answer, timeout_s, fate))
             self.post(timeout_s, self._answer, bus, answer, None, TimeoutError())
+            return
+        if bus.killed and self._world.is_over(bus):
             return
         if self.weather.crash_at_effect and self._draw() < self.weather.crash_at_effect and not bus.killed:
             self._world.crash(bus, before=True)

@@ -46,6 +46,7 @@ from simulation.virtual_time import PROCESS, VirtualLoop, deterministic
 SETTLE_S = 240.0
 """Faults have stopped: this long every wait may take to become true and every leftover to go (invariants 7 to 9)."""
 MESSAGES_MIN = 200
+LAST_WORDS_S = 0.3
 _LOOK_S = 2.0
 _ACK_WAIT_FACTOR = 0.1
 _MODEL = Model(parameters=10_000_000, largest_tensor_elements=1_000_000, kv_values_per_token=512, vocabulary=1000)
@@ -139,6 +140,17 @@ class World:
         process = bus.context.get(PROCESS)
         return 0.0 if process is None else float(process.stalled_until_s - self.loop.now_s)
 
+    def is_over(self, bus: MemoryBus) -> bool:
+        """Whether what a dead process had sent can no longer arrive.
+
+        Ledger replicas are many and must bear it at any time. The others are one each: the kernel closes their
+        connection long before a supervisor starts the next.
+        """
+        process = bus.context.get(PROCESS)
+        if process is None or process.name.startswith("ledger"):
+            return False
+        return bool(self.loop.now_s - process.killed_at_s > LAST_WORDS_S)
+
     def crash(self, bus: MemoryBus, *, before: bool) -> None:
         """Kill the process behind a bus, at one of its effects."""
         process = bus.context.get(PROCESS)
@@ -179,7 +191,7 @@ class World:
             self.num_crashes += 1
             self.note(f"kill {name}")
             process.kill()
-            self.loop.post(self._random.uniform(0.05, 4.0), self.start, (name,))
+            self.loop.post(self._random.uniform(1.5 * LAST_WORDS_S, 4.0), self.start, (name,))
 
     def _ended(self, process: Process, task: asyncio.Task[None]) -> None:
         """What a supervisor does: start it again, unless it was told to end."""
@@ -193,7 +205,7 @@ class World:
         self.note(f"process {process.name} ended: {error!r}")
         process.alive = True
         process.kill()
-        self.loop.post(self._random.uniform(0.05, 1.0), self.start, (process.name,))
+        self.loop.post(self._random.uniform(1.5 * LAST_WORDS_S, 1.5), self.start, (process.name,))
 
     def _body(self, name: str) -> Callable[[MemoryBus], Any]:
         async def body(bus: MemoryBus) -> None:

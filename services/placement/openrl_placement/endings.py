@@ -142,20 +142,26 @@ def _leave_runtime(state: State, job: JobRecord, now: float, fx: Effects) -> Non
     _detach(state, state.pair(job), job_key(job), now, fx)
 
 
-def drop_unnamed(state: State, job: JobRecord, now: float, fx: Effects) -> None:
-    """Workloads that serve a job of this name which was never recorded (a crash came before) and never will be."""
-    key = job_key(job)
-    stray = [
-        record
-        for record in map(state.workloads.__getitem__, list(state.living))
-        if key in record.jobs and record.workload not in (job.trainer, job.sampler)
-    ]
-    lora = [record for record in stray if record.kind is JobKind.LORA]
-    for stem in {record.workload.rpartition("--")[0]: None for record in lora}:
-        _detach(state, [each for each in lora if each.workload.startswith(f"{stem}--")], key, now, fx)
-    for record in stray:
-        if record.kind is JobKind.FFT:
-            release(state, record, now, fx, why="its job was replaced")
+def drop_stray(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
+    """Let go of jobs that this workload does not serve any more: a crash came between the two records' writes.
+
+    A job without a record may still come (its submission is delivered again): that one is left alone.
+    """
+    if not alive(record):
+        return
+    for key in record.jobs:
+        job = state.jobs.get(key)
+        if job is None or _serves(record, job):
+            continue
+        if record.kind is JobKind.LORA:
+            _detach(state, _runtime(state, record), key, now, fx)
+        else:
+            release(state, record, now, fx, why="its job is over")
+
+
+def _serves(record: WorkloadRecord, job: JobRecord) -> bool:
+    named = record.workload in (job.trainer, job.sampler) and not job.phase.ended
+    return named and (record.kind is JobKind.LORA or record.incarnation == job.incarnation)
 
 
 def _detach(state: State, pair: list[WorkloadRecord], key: str, now: float, fx: Effects) -> None:

@@ -17,7 +17,7 @@ from openrl_common.errors import Rejected
 from openrl_common.events import JobAdmitted, JobCancelled, JobFailed, JobFinished, JobSubmitted
 from openrl_common.names import SHARED, check_job, check_tenant, workload_id
 from openrl_common.records import JobKind, JobPhase, JobRecord, JobSpec, Role, Shape, WorkloadPhase, WorkloadRecord
-from openrl_placement.endings import close_job, drop_unnamed, end_if_gone, failed_event, job_ready
+from openrl_placement.endings import close_job, end_if_gone, failed_event, job_ready
 from openrl_placement.estimator import Constants, Model, check_length, check_spec, estimate, max_rank
 from openrl_placement.state import Effects, RuntimeKey, State, job_key
 from openrl_placement.waiting import ask, repeat_request
@@ -67,7 +67,6 @@ def submitted(
             _answer_again(state, record, now, fx)
             return fx
     elif record is not None and record.incarnation > submission.sequence and event.submission not in record.refused:
-        drop_unnamed(state, record, now, fx)
         return fx
     elif record is not None and event.submission in record.replaced:
         return fx

@@ -16,7 +16,7 @@ from openrl_common.names import short_workload
 from openrl_common.quantities import format_seconds
 from openrl_common.records import ClaimState, JobPhase, Reason, SeatState, WorkloadPhase, WorkloadRecord
 from openrl_placement.core import booked, claim_changed, fail_impossible, ready_is_due, seat_is_over, seat_lost
-from openrl_placement.endings import end_if_gone, fail_workload, gone, release, runtime_idle
+from openrl_placement.endings import drop_stray, end_if_gone, fail_workload, gone, release, runtime_idle
 from openrl_placement.state import Effects, State, alive, placed, waits
 from openrl_placement.waiting import ask, join_line, repeat_request, settle, wake_seatless
 
@@ -104,6 +104,8 @@ class Pass:
         record = state.workloads.get(workload)
         if record is None:
             return
+        drop_stray(state, record, now, fx)
+        record = state.workloads[workload]
         mismatch = _mismatch(state, record)
         if mismatch is not None:
             if self._seen.get(workload) == mismatch:
