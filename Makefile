@@ -8,7 +8,7 @@ SUITES := $(wildcard tests/unit tests/bus tests/simulation tests/e2e)
 SOURCES := $(wildcard libs services tests scripts)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-bus test-e2e test-docker check fmt bench rules clean
+.PHONY: help setup demo test test-unit test-bus test-simulation test-e2e test-docker simulate check fmt bench rules clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,14 @@ test-unit: setup  ## the pure cores: no sleeping, no processes
 
 test-bus: setup  ## bus and store against a real nats-server
 	$(BIN)/python -m pytest tests/bus $(ARGS)
+
+test-simulation: setup  ## deterministic simulation of the scheduler: a fixed set of schedules, mutants
+	$(BIN)/python -m pytest tests/simulation $(ARGS)
+
+# SEEDS: how many, or FIRST:END. SEED: replay one and print its trace.
+SEEDS ?= 1000
+simulate: setup  ## more schedules: make simulate SEEDS=0:10000, or one again with its trace: SEED=42
+	PYTHONPATH=tests $(BIN)/python -m simulation.run $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(ARGS)
 
 test-e2e: setup  ## every service, for real
 	$(BIN)/python -m pytest tests/e2e $(ARGS)

@@ -1,8 +1,8 @@
-"""Break one rule on purpose: a function of a service with one piece of its source replaced, for the length of a test."""
+"""Break one rule on purpose: a function with one piece of its source replaced, for the length of a test."""
 
 from __future__ import annotations
-
 import __future__
+
 import contextlib
 import inspect
 import sys
@@ -34,9 +34,8 @@ def mutated(function: Callable[..., Any], old: str, new: str) -> Iterator[None]:
         places.append((before[owner], function.__name__))
     else:
         module.__dict__[function.__name__] = function
-        for each in list(sys.modules.values()):
-            if getattr(each, function.__name__, None) is function:
-                places.append((each, function.__name__))
+        ours = [each for name, each in sys.modules.items() if name.startswith("openrl_")]
+        places += [(each, function.__name__) for each in ours if vars(each).get(function.__name__) is function]
     try:
         for place, name in places:
             setattr(place, name, changed)

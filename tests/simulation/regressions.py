@@ -1,0 +1,22 @@
+"""Schedules that once failed, each with what was wrong. A seed is kept although later changes may lead it elsewhere.
+
+The number in front is the seed. What can be shown without a whole schedule has a unit test of its own as well.
+"""
+
+from __future__ import annotations
+
+REGRESSIONS: dict[int, str] = {
+    37: "a job's end that overtook its submission was kept in memory only, and lost with a crash of placement",
+    45: "a release named the assignment that a move had just replaced: the new seat was never released",
+    67: "a late duplicate of WorkerExited made a worker that had restarted look unready for ever",
+    99: "a write of a killed placement landed on top of its successor's: records were put, not compared and swapped",
+    52: "a submission refused for its name ran when it was delivered again after the name had come free",
+    180: "a wait spoke of a free device on a node that does not accept the role",
+    148: "the janitor took a seat for unlisted because its mirror lagged, and freed it under a running worker",
+    113: "a job's end was announced before its record was written, and never written after a crash",
+    128: "workloads of a job that was never recorded asked for seats",
+    313: "a wait spoke of free devices that no claim can get (larger than the size of their mixed node)",
+    56: "a wait repeated an answer of the ledger instead of saying what is missing",
+    1227: "a LoRA runtime was kept for a job that had ended: a crash came between the two records",
+    775: "the simulator's mirror took back a change that had overtaken its list",
+}
