@@ -280,6 +280,8 @@ class TurnReleased(_TurnEvent, frozen=True, kw_only=True, tag="turn.released.v1"
     resume_seconds: float = 0.0
     hits_hot: int = 0
     hits_warm: int = 0
+    resaid: int = 0
+    """How often this was said before, under other attempts."""
 
 
 # --- launcher ---------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from openrl_common.health import check
 from openrl_common.records import LeaseRecord, LeaseState, Phase, ReadyRecord, WorkloadRecord
 from openrl_common.service import SERVICE_SETTINGS, ServiceContext, ServiceSettings, run
 from openrl_common.store import Store
+from openrl_common.turns import Move, Turns, TurnStopped
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class WorkerContext:
     stopping: asyncio.Event
     phases: list[Phase] = field(default_factory=list)
     renewed_at: float = field(default_factory=time.monotonic)
+    turns: Turns | None = None
     _ready_at: float | None = None
     _detail: dict[str, str] = field(default_factory=dict)
 
@@ -76,6 +78,20 @@ class WorkerContext:
     def lease_held(self) -> bool:
         """False when the lease could not be renewed for longer than it lasts: park until it is True again."""
         return time.monotonic() - self.renewed_at < LEASE_S
+
+    def turn(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """``async with worker.turn():`` around work on the device; raises TurnStopped when told to stop first (T4)."""
+        return contextlib.nullcontext() if self.turns is None else self.turns.hold()
+
+    async def boundary(self) -> None:
+        """A safe boundary within a turn: the device is left and entered again when somebody waits long enough (T3)."""
+        if self.turns is not None:
+            await self.turns.boundary()
+
+    def movers(self, park: Move, resume: Move) -> None:
+        """How to leave the device and come back (T5); a worker that never says so cannot yield."""
+        if self.turns is not None:
+            self.turns.movers(park, resume)
 
     @contextlib.contextmanager
     def stamp(self, name: str, detail: str = "") -> Iterator[None]:
@@ -103,6 +119,11 @@ class WorkerContext:
         """The worker answers requests from here on."""
         self._ready_at = self._ready_at or time.time()
         self._detail |= detail or {}
+        await self.publish_phases()
+
+    async def note(self, detail: dict[str, str]) -> None:
+        """Add to the ready record's detail, whether ready or not."""
+        self._detail |= detail
         await self.publish_phases()
 
 
@@ -151,7 +172,8 @@ async def _work(context: ServiceContext, config: WorkerSettings, main: WorkerMai
         return
     context.checks["lease"] = check(lambda: worker.lease_held, "the lease could not be renewed lately")
     renewing = asyncio.create_task(_renew(worker, revision), name="renew lease")
-    working = asyncio.ensure_future(main(worker))
+    worker.turns = Turns(worker, context.registry)
+    working = asyncio.ensure_future(_with_turns(worker, worker.turns, main))
     try:
         await asyncio.wait({renewing, working}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():  # fenced: the seat is not ours any more
@@ -166,6 +188,26 @@ async def _work(context: ServiceContext, config: WorkerSettings, main: WorkerMai
         for task in (renewing, working):
             task.cancel()
         await asyncio.gather(renewing, working, return_exceptions=True)
+
+
+async def _with_turns(worker: WorkerContext, turns: Turns, main: WorkerMain) -> None:
+    """Run the main; a fault of the turns ends it: a worker that failed to park must not go on (T5)."""
+    working: asyncio.Future[None] | None = None
+    try:
+        await turns.start()
+        working = asyncio.ensure_future(main(worker))
+        await asyncio.wait({working, *turns.tasks}, return_when=asyncio.FIRST_COMPLETED)
+        for task in turns.tasks:
+            if task.done():
+                task.result()
+        await working
+    except TurnStopped as stopped:
+        log.info("%s", stopped)
+    finally:
+        if working is not None and not working.done():
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+        await turns.close()
 
 
 async def _go_live(worker: WorkerContext) -> int | None:

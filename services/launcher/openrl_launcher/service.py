@@ -20,7 +20,7 @@ import msgspec
 from openrl_common.bus import Bus, Delivery
 from openrl_common.controls import StopWorkers, WorkersStopped
 from openrl_common.errors import Transient
-from openrl_common.events import NodeJoined
+from openrl_common.events import FenceRequested, NodeJoined
 from openrl_common.health import Check, check
 from openrl_common.names import query_subject
 from openrl_common.records import ClaimRecord, NodeBudget, NodeRecord, SeatRecord, SeatState
@@ -150,6 +150,10 @@ class Launcher:
     # --- what changed ---------------------------------------------------------------------------------------
 
     async def _on_hint(self, delivery: Delivery) -> None:
+        if delivery.subject.endswith(f".{FenceRequested.FACT}"):
+            event = delivery.event()
+            if isinstance(event, FenceRequested):
+                self.workers.note_fence(event.assignment, event.why)
         self.wake()
 
     def _on_seat(self, workload: str, entry: Entry[SeatRecord] | None) -> None:

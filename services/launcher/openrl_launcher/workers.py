@@ -20,7 +20,7 @@ import msgspec
 
 from openrl_common.bus import Bus
 from openrl_common.errors import Transient
-from openrl_common.events import WorkerExited, WorkerGone, WorkerLaunched
+from openrl_common.events import WorkerExited, WorkerFenced, WorkerGone, WorkerLaunched
 from openrl_common.names import SHARED
 from openrl_common.records import SeatState, WorkerRecord, WorkerState
 from openrl_launcher import leases
@@ -88,6 +88,7 @@ class Workers:
         self._wake = wake
         self._spawn = spawn
         self._table: dict[str, Tracked] = {}
+        self._fences: dict[str, str] = {}
         self.draining = False
 
     def view(self) -> dict[str, LocalWorker]:
@@ -170,6 +171,16 @@ class Workers:
             tracked = self._table[action.assignment] = Tracked(record, Status.IDLE)
         before, tracked.status = tracked.status, Status.BUSY
         self._run(tracked, self._stop(tracked, before, action.why))
+
+    def note_fence(self, assignment: str, why: str) -> None:
+        """The ledger asked for this fence (T3): once the worker is seen gone, WorkerFenced is said too.
+
+        The stop itself follows from the seat, which the ledger is releasing; other nodes' assignments are ignored.
+        """
+        tracked = self._table.get(assignment)
+        if tracked is not None and tracked.status is not Status.GONE:
+            log.warning("worker %s is to be fenced: %s", tracked.record.workload, why)
+            self._fences[assignment] = why
 
     async def say_gone(self, assignment: str) -> None:
         tracked = self._table[assignment]
@@ -370,6 +381,9 @@ class Workers:
     async def _gone(self, tracked: Tracked) -> None:
         record = tracked.record = msgspec.structs.replace(tracked.record, state=WorkerState.GONE, pid=0)
         await self._insist(lambda: self._store.workers.put(record.assignment, record))
+        why = self._fences.pop(record.assignment, None)
+        if why is not None:
+            await self._insist(lambda: self._bus.publish(WorkerFenced(**_who(record), why=why)))
         await self._insist(lambda: self._publish_gone(tracked))
         tracked.status = Status.GONE
 

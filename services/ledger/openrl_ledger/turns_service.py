@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 SUBJECTS = ["openrl.ev.worker.*.turn.*.*"]
 LOOK_S = 0.25
 """How often contended claims are looked at; their leases every ``PULSE_S``."""
-LOOK_IDLE_S = 1.0
+LOOK_IDLE_S = 8.0
+"""How often records are cleared of who is gone when nobody waits."""
 PULSE_S = 1.0
 _SWITCH_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
 
@@ -126,19 +127,28 @@ class Arbiter:
         self._claims: Mirror[ClaimRecord]
         self._pulses = Pulses()
         self._pulses_at = 0.0
+        self._changed = asyncio.Event()
         self._dead: frozenset[str] = frozenset()
 
     async def start(self, claims: Mirror[ClaimRecord]) -> None:
         """``claims``: the ledger's mirror, for telling which claims need a look; a look itself reads the server."""
         self._claims = claims
-        self._turns = await self._bus.store.turns.mirror()
+        self._turns = await self._bus.store.turns.mirror(on_change=self._on_change)
 
     async def close(self) -> None:
         await self._turns.close()
 
+    def _on_change(self, _claim: str, _entry: Entry[TurnRecord] | None) -> None:
+        self._changed.set()
+
     async def consume(self) -> None:
         await self._bus.consume(
-            stream="OPENRL_EVENTS", durable="ledger-turns", subjects=SUBJECTS, handler=self.handle, concurrency=16
+            stream="OPENRL_EVENTS",
+            durable="ledger-turns",
+            subjects=SUBJECTS,
+            handler=self.handle,
+            concurrency=16,
+            ack_wait_s=5.0,
         )
 
     async def handle(self, delivery: Delivery) -> None:
@@ -149,23 +159,30 @@ class Arbiter:
                 await self._look(event.claim, partial(turns.request, assignment=event.assignment, now=time.time()))
             case TurnReleased():
                 await self._look(event.claim, partial(turns.release, assignment=event.assignment, epoch=event.epoch))
-                if delivery.deliveries == 1:
+                if delivery.deliveries == 1 and event.resaid == 0:
                     self.metrics.released(event)
             case _:
                 return
 
     async def watch(self) -> None:
         """Time passes: turns end, graces end, leases lapse, seats go; until the bus is stopping."""
-        while not self._bus.stopping.is_set():
-            try:
-                await self._pass()
-            except Transient as error:
-                self._pulses.cut_off()  # who could not be heard is not dead (E13)
-                self._dead = frozenset()
-                log.warning("turns left for the next pass: %s", error)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S if self._contended() else LOOK_IDLE_S):
-                    await self._bus.stopping.wait()
+        stopping = asyncio.create_task(self._bus.stopping.wait())
+        stopping.add_done_callback(lambda _: self._changed.set())
+        try:
+            while not self._bus.stopping.is_set():
+                self._changed.clear()
+                try:
+                    await self._pass()
+                except Transient as error:
+                    self._pulses.cut_off()  # who could not be heard is not dead (E13)
+                    self._dead = frozenset()
+                    log.warning("turns left for the next pass: %s", error)
+                contended = bool(self._contended())
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S if contended else LOOK_IDLE_S):
+                        await (self._bus.stopping if contended else self._changed).wait()
+        finally:
+            stopping.cancel()
 
     # --- internals -------------------------------------------------------------------------------------------------
 

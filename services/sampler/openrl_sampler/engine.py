@@ -4,6 +4,7 @@ Life of an engine, every call from ONE thread::
 
     load() ─▶ [ check(call) · add(call) · step() ─▶ finished calls · abort(request) ]*
                  between two steps: apply_full / apply_lora / drop_lora
+                 between two steps: park() ─▶ resume_weights() ─▶ apply_full / apply_lora ─▶ resume_cache()
 
 Invariants an engine keeps:
 - a step boundary lies between two ``step`` calls: weights never change inside one (V5);
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from openrl_common.parking import Left
 from openrl_common.records import WeightsRecord
 from openrl_common.weights import WeightsManifest
 from openrl_common.wire import ErrorInfo, SamplingParams, Sequence
@@ -68,7 +70,11 @@ class Applied:
 
 
 class Engine(Protocol):
-    """See the module docstring. ``can_park``: whether the device can be left and entered again (T5)."""
+    """See the module docstring.
+
+    ``can_park``: whether the device can be left and entered again (T5); False: nobody may be seated beside it (P7).
+    Between ``park`` and ``resume_cache`` calls may be checked, versions asked for, nothing else.
+    """
 
     name: str
     can_park: bool
@@ -121,3 +127,13 @@ class Engine(Protocol):
 
     def drop_lora(self, job: str) -> None:
         """Forget the job's adapters. Calls that still run on one finish."""
+
+    def park(self, path: Path) -> Left:
+        """Leave the device: weights and the keys and values of running calls, which are kept. ``path``: a file's name
+        for what a CPU engine parks. Raises Bug or OSError; the process must end then."""
+
+    def resume_weights(self) -> Left:
+        """The first half of coming back: weights may be updated now, calls may not run yet (V5)."""
+
+    def resume_cache(self) -> Left:
+        """The second half: running calls go on where they were."""

@@ -8,6 +8,8 @@ Invariants:
 - only the engine thread touches the engine's tensors, and the loop starts one piece of work on it at a time, so every
   update is applied at a step boundary (V5);
 - a request is acked after its answer was sent (or its deadline passed); a process that dies leaves it to another (V11);
+- on a shared device (03, turns) the engine is touched inside its turn only; between two bursts it may be parked, with
+  its running calls, and what waits for a version does not ask for the device (T3-T5, V5);
 - on SIGTERM running calls finish, waiting ones are nak'ed, the process exits 0 (E17).
 
 Not here: how tokens are made (engine), who may start (waiting), which update is due (updates).
@@ -32,6 +34,7 @@ from openrl_common.names import sample_subject
 from openrl_common.nats_server import MAX_PAYLOAD_BYTES
 from openrl_common.records import Phase
 from openrl_common.service import until_stopped
+from openrl_common.turns import Moved, TurnStopped
 from openrl_common.wire import SAMPLE_DECODER, ErrorInfo, SampleRequest, SampleResult, SamplingParams
 from openrl_common.worker import WorkerContext, WorkerSettings
 from openrl_sampler.admission import Limits, check_request
@@ -39,7 +42,7 @@ from openrl_sampler.engine import Engine, GenerateCall, Generated
 from openrl_sampler.engines import EngineSettings, check_workload, import_engine, make_engine
 from openrl_sampler.metrics import Metrics
 from openrl_sampler.updates import job_key
-from openrl_sampler.waiting import Waiter, WaitingLine
+from openrl_sampler.waiting import Versions, Waiter, WaitingLine
 from openrl_sampler.weights_keeper import WeightsKeeper
 
 log = logging.getLogger(__name__)
@@ -130,12 +133,10 @@ class Sampler:
         context = self._context
         with context.stamp("imports"):
             await self._in_thread(import_engine)
-        with context.stamp("load", context.workload.base_model):
-            self._engine = await self._in_thread(lambda: make_engine(context.workload, self._engine_settings()))
-            await self._in_thread(self._engine.load)
-        self._weights = WeightsKeeper(context, self._engine, self._in_thread, self._wake, self._metrics)
-        with context.stamp("engine", self._engine.name):
-            await self._in_thread(lambda: _warm_up(self._engine))
+        async with context.turn():
+            await self._load()
+        if self._engine.can_park:
+            context.movers(self._park, self._resume)
         self._limits = Limits(
             max_model_len=self._engine.max_model_len,
             vocabulary_size=self._engine.vocabulary_size,
@@ -143,7 +144,8 @@ class Sampler:
         )
         with context.stamp("weights"):
             await self._weights.follow()
-            await self._weights.apply_due()
+            async with context.turn():
+                await self._weights.apply_due()
         await context.ready(
             {
                 "engine": self._engine.name,
@@ -151,6 +153,27 @@ class Sampler:
                 "max_model_len": str(self._engine.max_model_len),
             }
         )
+
+    async def _load(self) -> None:
+        context = self._context
+        with context.stamp("load", context.workload.base_model):
+            self._engine = await self._in_thread(lambda: make_engine(context.workload, self._engine_settings()))
+            await self._in_thread(self._engine.load)
+        self._weights = WeightsKeeper(context, self._engine, self._in_thread, self._wake, self._metrics)
+        with context.stamp("engine", self._engine.name):
+            await self._in_thread(lambda: _warm_up(self._engine))
+
+    async def _park(self) -> Moved:
+        path = self._context.home / "parked" / self._context.assignment
+        left = await self._in_thread(lambda: self._engine.park(path))
+        return Moved(left.bytes, left.seconds, left.held_bytes)
+
+    async def _resume(self) -> Moved:
+        """V5: weights, then the update that came meanwhile, then keys and values of the calls that go on."""
+        weights = await self._in_thread(self._engine.resume_weights)
+        await self._weights.apply_due()
+        cache = await self._in_thread(self._engine.resume_cache)
+        return Moved(weights.bytes + cache.bytes, weights.seconds + cache.seconds, cache.held_bytes)
 
     def _engine_settings(self) -> EngineSettings:
         return EngineSettings(
@@ -188,18 +211,38 @@ class Sampler:
                 self._wake.clear()
                 if self._context.stopping.is_set():
                     self._turn_away()
-                elif self._context.lease_held:
-                    await self._weights.apply_due()
-                    await self._start_waiting()
-                if self._engine.num_sequences and self._context.lease_held:
-                    await self._abort_expired()
-                    for generated in await self._in_thread(self._burst):
-                        self._finish(generated)
-                else:
+                if not (self._context.lease_held and await self._work()):
                     await self._rest()
         finally:
             waking.cancel()
             self._weights.stop_announcing()
+
+    async def _work(self) -> bool:
+        """What there is to do on the device now, within one turn; False when there was nothing.
+
+        A request that waits for a version does not ask for the device: the trainer may need it to make that version.
+        """
+        stopping = self._context.stopping.is_set()
+        if not stopping:
+            self._refuse_waiting()
+        due = not stopping and self._weights.has_due
+        starts = not stopping and self._engine.room > 0 and self._line.has_startable(**self._versions())
+        if not (due or starts or self._engine.num_sequences):
+            return False
+        try:
+            async with self._context.turn():
+                if not stopping:
+                    await self._weights.apply_due()
+                    await self._start_waiting()
+                if self._engine.num_sequences:
+                    await self._abort_expired()
+                    for generated in await self._in_thread(self._burst):
+                        self._finish(generated)
+        except TurnStopped as stopped:
+            for in_hand in self._in_hand.values():
+                if not in_hand.future.done():
+                    in_hand.future.set_exception(Transient(str(stopped)))
+        return True
 
     async def _wake_on_stop(self) -> None:
         await self._context.stopping.wait()
@@ -296,23 +339,31 @@ class Sampler:
         self._wake.set()
         return in_hand
 
-    async def _start_waiting(self) -> None:
+    def _versions(self) -> Versions:
+        return {
+            "newest": self._engine.version,
+            "serves": self._engine.serves,
+            "held_back": lambda waiter: waiter.request.exact is not None and waiter.job in self._weights.blocked,
+        }
+
+    def _refuse_waiting(self) -> None:
+        """Answer those whose version or deadline has passed; nothing starts."""
+        self._take(room=0)
+
+    def _take(self, room: int) -> list[Waiter]:
         if not len(self._line):
-            return
-        engine = self._engine
-        taken = self._line.take(
-            time.time(),
-            room=engine.room,
-            newest=engine.version,
-            serves=engine.serves,
-            why_behind=self._weights.why_behind,
-            held_back=lambda waiter: waiter.request.exact is not None and waiter.job in self._weights.blocked,
-        )
+            return []
+        taken = self._line.take(time.time(), room=room, why_behind=self._weights.why_behind, **self._versions())
         for waiter, error in taken.refused:
             self._resolve(waiter.key, SampleResult(request=waiter.request.request, error=error))
-        for waiter in taken.start:
+        return taken.start
+
+    async def _start_waiting(self) -> None:
+        engine = self._engine
+        start = self._take(engine.room)
+        for waiter in start:
             self._in_hand[waiter.key].running = True
-        calls = [_call(waiter, secrets.randbits(63)) for waiter in taken.start]
+        calls = [_call(waiter, secrets.randbits(63)) for waiter in start]
         if calls:
             for key, error in await self._in_thread(lambda: _add(engine, calls)):
                 self._resolve(key, SampleResult(request=self._in_hand[key].waiter.request.request, error=error))

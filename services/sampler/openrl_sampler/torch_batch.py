@@ -13,7 +13,7 @@ Left out: paging, and sharing of equal prefixes between calls (samples of one pr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -129,6 +129,13 @@ class Block:
             mask = mask[rows]
             _each_layer(prefilled.cache, lambda tensor: tensor[rows])
         return Block(prefilled.cache, mask, chosen[:, None], mask.sum(-1, keepdim=True))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything it holds on the device."""
+        yield from (self._mask, self._last, self._positions)
+        for layer in self._cache.layers:
+            if layer.is_initialized:
+                yield from (layer.keys, layer.values)
 
     def step(self, forward: Forward) -> Tensor:
         """Take the newest tokens in and return the logits after them, (B, V)."""

@@ -8,7 +8,9 @@ Invariants:
 - a call's adapter version is fixed when it is added, and that adapter stays loaded until its last sequence ended;
 - every token carries the version of the weights that were resident in its step.
 
-Left out against vLLM: paged memory, prefix caching, tensor parallelism, parking (``can_park`` is False).
+- parked, weights and caches are off the device and running calls stand still; they go on as if nothing had been (T5).
+
+Left out against vLLM: paged memory, prefix caching, tensor parallelism.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from openrl_common.errors import Bug, Rejected
+from openrl_common.parking import Left, Parking
 from openrl_common.records import JobKind, WeightsRecord
 from openrl_common.weights import WeightsManifest, read_manifest
 from openrl_common.wire import ErrorInfo, Sequence
@@ -37,7 +40,7 @@ class TorchEngine:
     """See ``engine.Engine`` for the port."""
 
     name = "torch"
-    can_park = False
+    can_park = True
 
     def __init__(self, options: TorchOptions) -> None:
         self._options = options
@@ -48,6 +51,7 @@ class TorchEngine:
         self._batches: dict[str, Batch] = {}
         self._full: WeightsRecord | None = None
         self._newest: dict[str, tuple[WeightsRecord, WeightsManifest, Path]] = {}
+        self._parking: Parking | None = None
         self._loaded: OrderedDict[str, None] = OrderedDict()  # adapter names, least recently used first
 
     # --- loading -------------------------------------------------------------------------------------------------
@@ -343,6 +347,25 @@ class TorchEngine:
                 self._adapters.drop(name)
                 del self._loaded[name]
                 surplus -= 1
+
+    # --- leaving the device (T5) ---------------------------------------------------------------------------------
+
+    def park(self, path: Path) -> Left:
+        if self._parking is None:
+            self._parking = Parking(torch, self._device, path)
+        batches = [tensor for batch in self._batches.values() for tensor in batch.block.tensors()]
+        return self._parking.park([*self._weights(), *batches])
+
+    def _weights(self) -> list[Tensor]:
+        return [*self._resident.model.parameters(), *self._resident.model.buffers()]
+
+    def resume_weights(self) -> Left:
+        assert self._parking is not None
+        return self._parking.restore(self._weights())
+
+    def resume_cache(self) -> Left:
+        assert self._parking is not None
+        return self._parking.restore()
 
     def _activate(self, adapter: str) -> None:
         self._adapters.activate(adapter)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypedDict
 
 from openrl_common.errors import Rejected
 from openrl_common.wire import ErrorInfo, SampleRequest
@@ -33,6 +34,14 @@ class Waiter:
     @property
     def wants_version(self) -> bool:
         return self.request.at_least is not None or self.request.exact is not None
+
+
+class Versions(TypedDict):
+    """What of the versions served ``take`` and ``has_startable`` ask alike."""
+
+    newest: Callable[[str], int]
+    serves: Callable[[str, int], bool]
+    held_back: Callable[[Waiter], bool]
 
 
 @dataclass(slots=True)
@@ -94,6 +103,20 @@ class WaitingLine:
                 stay.append(waiter)
         self._line = stay
         return taken
+
+    def has_startable(
+        self,
+        *,
+        newest: Callable[[str], int],
+        serves: Callable[[str, int], bool],
+        held_back: Callable[[Waiter], bool] = lambda waiter: False,
+    ) -> bool:
+        """Whether anybody in line would start now, had the engine room; the arguments are those of ``take``."""
+        return any(
+            _version_state(waiter.request, newest(waiter.job), partial(serves, waiter.job)) == "now"
+            and not held_back(waiter)
+            for waiter in self._line
+        )
 
     def drain(self) -> list[Waiter]:
         """Everyone in line, who then is no longer."""

@@ -122,6 +122,16 @@ class WeightsKeeper:
 
     # --- updates -------------------------------------------------------------------------------------------------
 
+    @property
+    def has_due(self) -> bool:
+        """Whether ``apply_due`` would touch the device."""
+        keys = self._attached.keys
+        if self._lora and self._served - keys:
+            return True
+        applied = {key: self._engine.version(key) for key in keys}
+        chosen = due(self._records.values(), keys, applied, self._failures, time.time())
+        return any(not self._engine.pinned(job_key(r.tenant, r.job, r.incarnation)) for r in chosen)
+
     async def apply_due(self) -> None:
         """Bring every job that can be to its newest version; drop the adapters of jobs that left."""
         engine, keys = self._engine, self._attached.keys

@@ -6,6 +6,8 @@ Invariants:
 - The result depends on the base model, the job's seed and the log alone: same entries, same bits (R5, on CPU).
   Randomness (adapter initialisation, dropout) is seeded from the job's seed and the entry's ``seq``.
 - One engine is one job; several share a BaseModel, each with its own adapter.
+- ``steps`` pauses between micro-batches: there, and between entries, nothing of the device is in use but what
+  ``BaseModel.tensors`` and ``tensors`` name, so that the device can be left and entered again (T3, T5).
 
 Not here: order, duplicates and gaps (log.py), the bus (service.py). Blocking; the shell runs it in one thread.
 """
@@ -13,6 +15,7 @@ Not here: order, duplicates and gaps (log.py), the bus (service.py). Blocking; t
 from __future__ import annotations
 
 import time
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -117,13 +120,23 @@ class TrainEngine:
             stored: the result that an earlier life of this trainer stored for this entry. Then only what changes the
                 job's state is done again, and ``stored`` is the outcome.
         """
+        steps = self.steps(request, stored)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as ended:
+                outcome: Outcome = ended.value
+                return outcome
+
+    def steps(self, request: AnyTrainRequest, stored: TrainResult | None = None) -> Generator[None, None, Outcome]:
+        """``apply`` in pieces: pauses at every safe boundary, the end of a micro-batch; returns the outcome."""
         if stored is not None:
-            return self._replay(request, stored)
+            return (yield from self._replay(request, stored))
         started = time.perf_counter()
         try:
             if self.job.adapter:
                 self.base.activate(self.job.adapter)
-            outcome = self._run(request)
+            outcome = yield from self._run(request)
         except Rejected as error:
             return Outcome(TrainResult(seq=request.seq, error=ErrorInfo(code=error.code, message=str(error))))
         except torch.OutOfMemoryError as error:
@@ -137,12 +150,21 @@ class TrainEngine:
         result = replace_metrics(outcome.result, seconds=seconds)
         return replace(outcome, result=result)
 
-    def _run(self, request: AnyTrainRequest) -> Outcome:
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything this job keeps on the device between two boundaries, save the parameters (the base's)."""
+        yield from self._gradients.values()
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                yield parameter.grad
+        for values in self._adam.state().values():
+            yield from values.values()
+
+    def _run(self, request: AnyTrainRequest) -> Generator[None, None, Outcome]:
         match request:
             case Forward():
-                return Outcome(self._forward(request))
+                return Outcome((yield from self._forward(request)))
             case ForwardBackward():
-                return Outcome(self._forward_backward(request))
+                return Outcome((yield from self._forward_backward(request)))
             case OptimStep():
                 return Outcome(self._optim_step(request))
             case SaveWeights():
@@ -154,12 +176,12 @@ class TrainEngine:
             case _:
                 raise Rejected(f"{type(request).__name__} is no training request", code="bad-request")
 
-    def _replay(self, request: AnyTrainRequest, stored: TrainResult) -> Outcome:
+    def _replay(self, request: AnyTrainRequest, stored: TrainResult) -> Generator[None, None, Outcome]:
         if stored.error is None:
             if isinstance(request, SaveWeights):
                 self.version = stored.version or self.version
             elif not isinstance(request, Forward):
-                again = self.apply(request).result
+                again = (yield from self.steps(request)).result
                 if again.error is not None:
                     raise Rejected(
                         f"entry {request.seq} succeeded before and fails now ({again.error.message}):"
@@ -191,7 +213,7 @@ class TrainEngine:
         hidden = self.base.hidden(batch.ids).flatten(0, 1).index_select(0, batch.positions)
         return chunked_logprobs(hidden, batch.targets, self.base.head, self._chunk_tokens)
 
-    def _forward(self, request: Forward) -> TrainResult:
+    def _forward(self, request: Forward) -> Generator[None, None, TrainResult]:
         self._check(request.data)
         rows: list[list[float]] = [[] for _ in request.data]
         with torch.no_grad():
@@ -206,10 +228,12 @@ class TrainEngine:
                     # nine significant digits name a float32 exactly and halve the message
                     rows[index] = [0.0] + [float(f"{value:.9g}") for value in values[start : start + count]]
                     start += count
+                del batch
+                yield
         tokens = sum(len(row) - 1 for row in rows)
         return TrainResult(seq=request.seq, metrics={"tokens": float(tokens)}, logprobs=rows)
 
-    def _forward_backward(self, request: ForwardBackward) -> TrainResult:
+    def _forward_backward(self, request: ForwardBackward) -> Generator[None, None, TrainResult]:
         options = check_loss(request.loss, request.loss_config, request.normalizer)
         self._check(request.data, request.loss)
         dropout = self.job.lora.dropout if self.job.lora else 0.0
@@ -223,6 +247,8 @@ class TrainEngine:
                     batch = make_micro_batch(data, self.base.device, request.loss)
                     if batch is not None:
                         self._accumulate(batch, request, options, totals)
+                    del batch
+                    yield
             # One memory layout whatever autograd chose, as load_state gives back: sums must round alike (R5).
             fresh = {
                 name: parameter.grad.contiguous()

@@ -9,7 +9,8 @@ Invariants:
 - after a restart the log is read from its beginning; entries whose result is stored are applied again but neither
   published nor answered again, save the last one, whose answer may never have left;
 - jobs take the device in turn: an ``asyncio.Lock`` serves waiters in order and each job waits with one entry (R10);
-- without a renewed lease the device is not touched (B7).
+- without a renewed lease, or outside its turn on a shared device, the device is not touched (B7, T4); a turn may pass
+  on at the end of a micro-batch, in the middle of an entry (T3).
 
 Not here: what an entry does (engine.py), which jobs there are (service.py).
 """
@@ -20,9 +21,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
@@ -33,6 +34,7 @@ from openrl_common.names import train_subject
 from openrl_common.nats_server import MAX_PAYLOAD_BYTES
 from openrl_common.records import JobRecord
 from openrl_common.streams import TRAIN
+from openrl_common.turns import TurnStopped
 from openrl_common.wire import TRAIN_DECODER, AnyTrainRequest, ErrorInfo, OptimStep, PayloadRef, TrainResult
 from openrl_common.worker import WorkerContext
 from openrl_trainer.log import Apply, LogOrder, Refuse, Repeat
@@ -70,16 +72,51 @@ class Device:
         self._turn = asyncio.Lock()
 
     async def run(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in the thread, on the device. Raises TurnStopped."""
+
+        def steps() -> Generator[None, None, T]:
+            yield from ()
+            return work()
+
+        return await self.run_steps(steps())
+
+    async def run_steps(self, steps: Generator[None, None, T]) -> T:
+        """Run a piece of work that pauses at its safe boundaries; there the device may be left for a while (T3)."""
         async with self._turn:
             while not self._context.lease_held:  # noqa: ASYNC110 (time passing changes it, nobody sets it)
                 await asyncio.sleep(_LEASE_LOOK_S)
-            # Once begun, a piece of work ends before the turn passes on, also when its job is cancelled meanwhile.
-            running = asyncio.get_running_loop().run_in_executor(self._thread, work)
+            async with self._context.turn():
+                # Once begun, a piece of work ends before the turn passes on, also when its job is cancelled meanwhile.
+                running = asyncio.ensure_future(self._to_the_end(steps))
+                try:
+                    return await asyncio.shield(running)
+                except asyncio.CancelledError:
+                    await asyncio.wait({running})
+                    raise
+
+    async def run_anywhere(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in the thread, whoever has the device: imports, moving tensors, dropping them."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _to_the_end(self, steps: Generator[None, None, T]) -> T:
+        while True:
+            paused, value = await self.run_anywhere(lambda: _next(steps))
+            if not paused:
+                return cast(T, value)
             try:
-                return await asyncio.shield(running)
-            except asyncio.CancelledError:
-                await asyncio.wait({running})
+                await self._context.boundary()
+            except TurnStopped:
+                await self.run_anywhere(steps.close)  # torch's modes belong to that thread
                 raise
+
+
+def _next(steps: Generator[None, None, T]) -> tuple[bool, T | None]:
+    """One piece, in the thread: whether it paused, else what it returned (StopIteration cannot cross a future)."""
+    try:
+        next(steps)
+    except StopIteration as ended:
+        return False, ended.value
+    return True, None
 
 
 class JobRunner:
@@ -126,17 +163,26 @@ class JobRunner:
     def stop(self) -> None:
         self._stopping.set()
 
+    @property
+    def engine(self) -> TrainEngine | None:
+        """None before ``prepare``, after ``close`` and for a job that cannot be trained."""
+        return self._engine
+
     async def run(self) -> None:
         subject = train_subject(self._record.tenant, self._record.job)
         async with contextlib.aclosing(self._bus.tail(stream=TRAIN.name, subject=subject)) as entries:
             while (delivery := await self._next(entries)) is not None:
-                await self._take(delivery)
+                try:
+                    await self._take(delivery)
+                except TurnStopped as stopped:
+                    log.info("job %s: %s", self.name, stopped)
+                    return  # the log still has the entry
 
     async def close(self) -> None:
         """Give the engine's memory back, so that the next job finds it."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            await self._device.run(engine.close)
+            await self._device.run_anywhere(engine.close)
 
     async def _next(self, entries: AsyncGenerator[Delivery, None]) -> Delivery | None:
         """The next entry; None when stopped, or when the bus has ended the tail."""
@@ -247,14 +293,14 @@ class JobRunner:
         engine = self._engine
         assert engine is not None
 
-        def work() -> Outcome:
+        def steps() -> Generator[None, None, Outcome]:
             try:
-                return engine.apply(request, stored)
+                return (yield from engine.steps(request, stored))
             except RuntimeError as error:  # what torch refuses for this request alone; gradients are as before (R6)
                 log.exception("entry %d of job %s failed in the engine", request.seq, self.name)
                 return _failed(request.seq, "engine-error", f"{type(request).__name__}: {str(error).splitlines()[0]}")
 
-        return await self._device.run(work)
+        return await self._device.run_steps(steps())
 
     async def _announce(self, outcome: Outcome) -> None:
         weights = outcome.weights

@@ -134,6 +134,11 @@ class BaseModel:
             "value_bytes": self.model.dtype.itemsize,
         }
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Every parameter and buffer, adapters included."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+
     @property
     def parameter_bytes(self) -> int:
         return sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())

@@ -16,18 +16,23 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from openrl_common.parking import Parking
 from openrl_common.records import JobKind, JobRecord, LoraSpec, Phase
 from openrl_common.store import Entry, Mirror
+from openrl_common.turns import Moved
 from openrl_common.worker import WorkerContext, WorkerSettings
 from openrl_trainer.job_runner import Device, JobRunner
 from openrl_trainer.metrics import Metrics
 from openrl_trainer.model_path import check_model_path
 
 if TYPE_CHECKING:  # torch is imported in the engine's thread, not here
+    from torch import Tensor
+
     from openrl_trainer.engine import TrainEngine
     from openrl_trainer.model import BaseModel
 
@@ -78,6 +83,7 @@ class Trainer:
         self._device = Device(context, thread)
         self._metrics = Metrics(context.service.registry)
         self._base: BaseModel
+        self._parking: Parking
         self._jobs: Mirror[JobRecord] | None = None
         self._changed = asyncio.Event()
         self._runners: dict[JobId, JobRunner] = {}
@@ -91,10 +97,11 @@ class Trainer:
         context = self._context
         check_model_path(context.workload.base_model)
         with context.stamp("imports"):
-            await self._device.run(_import_engine)
+            await self._device.run_anywhere(_import_engine)
         await context.publish_phases()
         with context.stamp("load", context.workload.base_model):
             self._base = await self._device.run(self._load)
+        context.movers(self._park, self._resume)
         self._jobs = await context.store.jobs.mirror(on_change=self._on_change)
         with context.stamp("jobs"):
             await self._reconcile()
@@ -104,6 +111,7 @@ class Trainer:
                 "dtype": str(self._base.model.dtype).removeprefix("torch."),
                 "length_max": str(self._base.length_max),
                 "torch_threads": str(self._threads()),
+                "can_park": "true",
             }
         )
 
@@ -112,16 +120,38 @@ class Trainer:
         return self._config.torch_threads or (int(given) if given.isdigit() and int(given) > 0 else 1)
 
     def _load(self) -> BaseModel:
+        import torch
+
         from openrl_trainer.model import BaseModel, prepare_torch
 
         workload = self._context.workload
+        device = prepare_torch(self._threads(), self._context.device_bytes)
+        path = self._context.home / "parked" / self._context.assignment
+        self._parking = Parking(torch, device, path)
         return BaseModel(
             workload.base_model,
             dtype=workload.dtype,
-            device=prepare_torch(self._threads(), self._context.device_bytes),
+            device=device,
             frozen=workload.kind is JobKind.LORA,
             length_max=workload.max_model_len,
         )
+
+    # --- turns on a shared device (T5) ---------------------------------------------------------------------------
+
+    async def _park(self) -> Moved:
+        left = await self._device.run_anywhere(lambda: self._parking.park(list(self._tensors())))
+        return Moved(left.bytes, left.seconds, left.held_bytes)
+
+    async def _resume(self) -> Moved:
+        left = await self._device.run_anywhere(self._parking.restore)
+        return Moved(left.bytes, left.seconds, left.held_bytes)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Parameters, buffers, and of every job gradients and optimizer state."""
+        yield from self._base.tensors()
+        for runner in self._runners.values():
+            if runner.engine is not None:
+                yield from runner.engine.tensors()
 
     # --- jobs -----------------------------------------------------------------------------------------------------
 
