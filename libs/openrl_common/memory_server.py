@@ -111,8 +111,13 @@ class Watcher:
     queue: list[Stored] = field(default_factory=list)
     closed: bool = False
 
+    def __post_init__(self) -> None:
+        """Most patterns are a prefix and ``>``: those need no comparison token by token."""
+        self._prefix = self.pattern[: min(self.pattern.find(sign) % 1_000 for sign in "*>")]
+        self._rest = self.pattern == f"{self._prefix}>"
+
     def add(self, message: Stored, network: Network) -> None:
-        if matches(self.pattern, message.subject):
+        if message.subject.startswith(self._prefix) and (self._rest or matches(self.pattern, message.subject)):
             self.queue.append(message)
             if len(self.queue) == 1:
                 network.push(self.bus, "changes", self._deliver)
@@ -200,6 +205,8 @@ class Consumer:
 
     def dispatch(self) -> None:
         """Hand out what there is to members with room, the least busy first."""
+        if not self._again and self._cursor >= len(self._stream.messages):
+            return
         while self._server.up and (member := self._free_member()) is not None and (pending := self._next()) is not None:
             member.in_hand += 1
             self._server.network.push(member.bus, "message", member.arrive, pending.message, pending.deliveries)
@@ -230,8 +237,11 @@ class Consumer:
         return not self.pending and not any(self._wants(each) for each in self._stream.messages[self._cursor :])
 
     def _free_member(self) -> Member | None:
-        free = [member for member in self.members if member.in_hand < member.capacity]
-        return min(free, key=lambda member: member.in_hand) if free else None
+        chosen: Member | None = None
+        for member in self.members:
+            if member.in_hand < member.capacity and (chosen is None or member.in_hand < chosen.in_hand):
+                chosen = member
+        return chosen
 
     def _next(self) -> Pending | None:
         while self._again:

@@ -360,7 +360,7 @@ class World:
 
     async def _top_up(self) -> None:
         """A schedule has at least ``MESSAGES_MIN`` messages: some more jobs, in calm times, where it has fewer."""
-        for index in range(8):
+        for index in range(30):
             if self.network.num_delivered >= MESSAGES_MIN:
                 return
             job = JobPlan(
