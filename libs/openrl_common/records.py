@@ -15,6 +15,11 @@ class Role(StrEnum):
     SAMPLER = "sampler"
 
 
+ENGINES_THAT_CANNOT_PARK = frozenset({"vllm-cpu"})
+"""Sampler engines that cannot leave a device and come back (T5): vLLM has no sleep mode on its CPU platform. Their
+workloads are exclusive from the estimate on, so that nobody ever waits for them to yield (P7)."""
+
+
 class JobKind(StrEnum):
     FFT = "fft"
     LORA = "lora"

@@ -23,7 +23,7 @@ import msgspec
 
 from openrl_common.errors import Rejected
 from openrl_common.quantities import GIB
-from openrl_common.records import JobKind, JobSpec, Overrides, Role, Shape
+from openrl_common.records import ENGINES_THAT_CANNOT_PARK, JobKind, JobSpec, Overrides, Role, Shape
 from openrl_common.tensors import INDEX_NAME, SINGLE_NAME, read_checkpoint
 
 _CONFIG_BYTES_MAX = 4 * 1024 * 1024
@@ -212,7 +212,8 @@ def _unreadable(what: str, remedy: str) -> Rejected:
 def estimate(spec: JobSpec, role: Role, model: Model, constants: Constants) -> tuple[Shape, dict[str, float]]:
     """The shape of one workload and every figure behind it, in GiB (``parameters_billion`` aside).
 
-    Formulas: M2. With dtype float32 every 2-byte figure doubles. Not exclusive unless the kind (P7) or the job says so.
+    Formulas: M2. With dtype float32 every 2-byte figure doubles. Not exclusive unless the kind (P7) or the job
+    says so, or its engine cannot park.
     """
     if role is Role.TRAINER:
         figures = _trainer_figures(spec, model, constants)
@@ -229,6 +230,7 @@ def estimate(spec: JobSpec, role: Role, model: Model, constants: Constants) -> t
             figures[f"{name}_formula"] = value
         figures[name] = value if override is None else override
     exclusive = spec.exclusive if spec.exclusive is not None else spec.kind is JobKind.LORA
+    exclusive |= role is Role.SAMPLER and spec.engine in ENGINES_THAT_CANNOT_PARK
     shape = Shape(
         role=role,
         device_bytes=math.ceil(figures["device"] * GIB),

@@ -77,6 +77,12 @@ def test_P7_lora_is_exclusive_by_default_and_the_job_may_say_otherwise() -> None
     assert not estimate(spec("lora", exclusive=False), Role.SAMPLER, GEMMA_E2B, Constants())[0].exclusive
 
 
+def test_P7_T5_a_sampler_whose_engine_cannot_park_is_exclusive_before_it_is_placed_whatever_the_job_says() -> None:
+    stuck = spec("fft", exclusive=False, engine="vllm-cpu")
+    assert estimate(stuck, Role.SAMPLER, GEMMA_E2B, Constants())[0].exclusive
+    assert not estimate(stuck, Role.TRAINER, GEMMA_E2B, Constants())[0].exclusive
+
+
 def test_P6_host_constants_are_settings_so_that_a_tiny_model_fits_a_small_host() -> None:
     tiny = Model(parameters=500_000, largest_tensor_elements=32_768, kv_values_per_token=512, vocabulary=256)
     small = Constants(trainer_device_gib=0.5, trainer_host_gib=0.5, sampler_host_gib=0.5, update_room_gib=0.1)
