@@ -257,6 +257,7 @@ class Machine:
         self._random = random
         self._pids = itertools.count(100)
         self.workers: dict[int, Worker] = {}
+        self._leaky: set[str] = set()
 
     def alive(self) -> list[Worker]:
         return [each for each in self.workers.values() if each.alive]
@@ -268,6 +269,8 @@ class Machine:
     def end(self, worker_process: Worker, exit_code: int) -> None:
         if worker_process.alive:
             worker_process.exit_code = exit_code
+            if self._random.random() < self._world.plan.leak:
+                self._leaky.update(worker_process.launch.devices)
             worker_process.touching = False
             worker_process.process.kill()
             for waiter in worker_process.waiters:
@@ -324,7 +327,8 @@ class Machine:
         return 0
 
     def leaked(self, devices: tuple[str, ...], *, expect_idle: bool) -> str | None:
-        return None
+        bad = sorted(self._leaky & set(devices))
+        return f"{bad[0]} holds 1 GiB of nobody" if bad and expect_idle else None
 
     def last_error(self, log_path: str) -> str:
         return ""

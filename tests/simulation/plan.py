@@ -64,6 +64,8 @@ class Plan:
     weather: Weather
     worker_failure: float
     restarts_max: int
+    leak: float = 0.0
+    """Probability that a worker's end leaves device memory behind (B4: quarantine)."""
     skews_s: dict[str, float] = field(default_factory=dict)
 
 
@@ -92,6 +94,7 @@ def draw_plan(seed: int) -> Plan:
         weather=_weather(random),
         worker_failure=random.choice((0.0, 0.1, 0.3)),
         restarts_max=random.choice((0, 1, 3)),
+        leak=random.choice((0.0, 0.0, 0.0, 0.0, 0.1)),
         skews_s={name: random.uniform(-5.0, 5.0) for name in services if random.random() < 0.3},
     )
 

@@ -150,7 +150,7 @@ class Settled:
                 budget = budgets.get(claim.node)
                 if claim.state is ClaimState.ALLOCATED and (budget is None or assignment not in budget.entries):
                     found.append(f"{assignment} holds no memory of node {claim.node}")
-            if claim.state in (ClaimState.RETIRING, ClaimState.QUARANTINED):
+            if claim.state is ClaimState.RETIRING:
                 found.append(f"claim {claim_id} is {claim.state}")
             if claim.state is ClaimState.PENDING and not claim.entries:
                 found.append(f"claim {claim_id} is pending for nobody")
@@ -173,7 +173,7 @@ class Settled:
         for device, hold in self._truth.holds().items():
             if hold.claim:
                 claim = claims.get(hold.claim)
-                if claim is None or claim.state is not ClaimState.ALLOCATED:
+                if claim is None or claim.state not in (ClaimState.ALLOCATED, ClaimState.QUARANTINED):
                     found.append(f"device {device} is held for claim {hold.claim}")
         for claim_id, cut in self._truth.cuts().items():
             claim = claims.get(claim_id)
@@ -193,9 +193,15 @@ class Settled:
         found = [f"job {job.job} is {job.phase}" for job in self._truth.jobs().values() if not job.phase.ended]
         found += [f"{w.workload} is {w.phase}" for w in self._truth.workloads().values() if w.phase not in _ENDED]
         found += [f"seat {key} is {s.state}" for key, s in self._truth.seats().items() if s.state != "empty"]
-        found += [f"claim {key} is {c.state}" for key, c in self._truth.claims().items() if c.state != "gone"]
+        claims = self._truth.claims()
+        for key, claim in claims.items():
+            if claim.state is not ClaimState.GONE and (claim.state is not ClaimState.QUARANTINED or claim.entries):
+                found.append(f"claim {key} is {claim.state}")
         found += [f"node {key} keeps {len(b.entries)} entries" for key, b in self._truth.budgets().items() if b.entries]
-        found += [f"device {key} is held for {h.claim}" for key, h in self._truth.holds().items() if h.claim]
+        for key, hold in self._truth.holds().items():
+            holder = claims.get(hold.claim)
+            if hold.claim and (holder is None or holder.state is not ClaimState.QUARANTINED):
+                found.append(f"device {key} is held for {hold.claim}")
         for machine in self._world.machines.values():
             found += [f"worker {each.launch.assignment} runs" for each in machine.alive()]
         events = self._world.server.streams["OPENRL_EVENTS"]

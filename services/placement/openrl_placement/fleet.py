@@ -352,6 +352,8 @@ class Fleet:
             )
         if "host memory" in cause:
             return Reason.WAITING_FOR_HOST_MEMORY, cause
+        if host := self._host_refusal_to_found(shape):
+            return Reason.WAITING_FOR_HOST_MEMORY, host
         free = f"{fitting - claimed} of {fitting} devices of at least {format_bytes(shape.device_bytes)} look free"
         return (Reason.UNSCHEDULABLE, cause) if cause else (Reason.RETRYING, f"{free}: asking again")
 
@@ -372,6 +374,19 @@ class Fleet:
             if "host memory" in refused:
                 return refused
         return ""
+
+    def _host_refusal_to_found(self, shape: Shape) -> str:
+        """P6 for an own claim: "" when some node with a device left has the memory (or none has a device left)."""
+        first = ""
+        for node in self.nodes.values():
+            kind = _kind(node)
+            if kind is None or not _holds(kind, shape) or self.devices_claimed(node.node) >= len(node.devices):
+                continue
+            refused = host_refusal(node, self._host_used.get(node.node, 0), shape.host_bytes)
+            if not refused:
+                return ""
+            first = first or refused
+        return first
 
     # --- showing -----------------------------------------------------------------------------------------------
 

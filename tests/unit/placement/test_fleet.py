@@ -216,6 +216,28 @@ def test_S1_no_limit_never_names_one() -> None:
     assert "1 GiB free" in sentence
 
 
+def test_W4_a_free_device_without_the_host_memory_beside_it_is_a_wait_for_host_memory() -> None:
+    it = Fleet(limit=0)
+    it.set_node("n1", node(host_gib=24, devices=2))
+    it.set_claim("c", allocated({"a": entry("w", exclusive=True)}))
+    it.set_budget("n1", NodeBudget(entries={"a": NodeEntry(workload="w", claim="c", host_bytes=20 * GIB)}))
+    assert it.why(wanting(exclusive=True, host_gib=8))[0] is Reason.WAITING_FOR_HOST_MEMORY
+    it.set_node("n2", node("n2", host_gib=24, devices=1))
+    assert it.why(wanting(exclusive=True, host_gib=8))[0] is Reason.RETRYING, "the other node has room"
+
+
+def test_W4_devices_that_no_claim_can_get_do_not_look_free() -> None:
+    """P1, P2: a trainer's node for a sampler, the large device of a mixed node."""
+    it = Fleet(limit=0)
+    it.set_node("n1", node(devices=1, roles=(Role.TRAINER,)))
+    mixed = (Device(device="d0", memory_bytes=24 * GIB), Device(device="d1", memory_bytes=80 * GIB))
+    it.set_node("n2", msgspec.structs.replace(node("n2"), devices=mixed))
+    it.set_claim("c", allocated({"a": entry("w", exclusive=True)}, node="n2", gib=24))
+    reason, sentence = it.why(wanting(role=Role.SAMPLER))
+    assert reason is Reason.WAITING_FOR_DEVICE
+    assert "all 1 devices" in sentence
+
+
 def test_W4_the_launchers_cause_is_told_when_nothing_more_specific_holds() -> None:
     assert fleet().why(wanting(), "the driver is gone") == (Reason.UNSCHEDULABLE, "the driver is gone")
     assert Fleet(limit=0).why(wanting())[0] is Reason.WAITING_FOR_DEVICE
