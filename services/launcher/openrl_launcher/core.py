@@ -6,8 +6,9 @@ hint or a repeated one gives the work that is left, and nothing twice.
 Invariants of the answer:
 - A process is started only for a held seat (named and listed) on an allocated claim of this node (B7).
 - A worker that no seat backs, or whose seat is being released, is stopped; the deletion wins over everything (F5).
-- A device is given to one claim; pending claims are served in line order, each by its tightest tier and the smallest
-  device that fits (W1, P9), after a look at the host budget (B8).
+- A device is given to one claim; pending claims are served in line order, those whose owner has its other worker
+  seated before all others, each by its tightest tier and the smallest device that fits (W1, P9), after a look at the
+  host budget (B8).
 - A claim is freed only when none of its workers is left (B4).
 
 It does no input or output and keeps no state; ``claims`` and ``workers`` carry it out (CAS, processes, events).
@@ -265,14 +266,17 @@ def _stale_holds(view: View) -> Iterator[Action]:
 
 
 def _allocate(view: View) -> Iterator[Action]:
-    pending = sorted(
-        ((claim.order, claim_id) for claim_id, claim in view.claims.items() if claim.state is ClaimState.PENDING)
-    )
-    if not pending:
+    waiting = [(claim_id, claim) for claim_id, claim in view.claims.items() if claim.state is ClaimState.PENDING]
+    if not waiting:
         return
+    seated = _seated(view)
+    pending = sorted(
+        (not any((e.owner, e.incarnation) in seated for e in claim.entries.values()), claim.order, claim_id)
+        for claim_id, claim in waiting
+    )
     holds = dict(view.holds)
     host_used_bytes = _host_used_bytes(view)
-    for _, claim_id in pending:
+    for _, _, claim_id in pending:
         cut = view.cuts.get(claim_id)
         if cut is not None:
             if cut.state is CutState.ALLOCATED and cut.node == view.node:
@@ -296,6 +300,17 @@ def _allocate(view: View) -> Iterator[Action]:
             if holder == claim_id and device not in kept:
                 del holds[device]
                 yield ReleaseDevice(device, claim_id)
+
+
+def _seated(view: View) -> set[tuple[str, int]]:
+    """Who already has a worker on an allocated claim: the other one goes first, or two jobs with half of what they
+    need could wait for each other until one of them times out."""
+    return {
+        (entry.owner, entry.incarnation)
+        for claim in view.claims.values()
+        if claim.state is ClaimState.ALLOCATED
+        for entry in claim.entries.values()
+    }
 
 
 def _host_used_bytes(view: View) -> int:

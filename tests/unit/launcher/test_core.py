@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from openrl_common.quantities import GIB
 from openrl_common.records import (
     ClaimEntry,
@@ -45,16 +47,23 @@ DEVICES = (
 )
 
 
-def entry(workload: str = "t--j--trainer", *, host_gib: int = 0, role: Role = Role.TRAINER) -> ClaimEntry:
+def entry(
+    workload: str = "t--j--trainer",
+    *,
+    host_gib: int = 0,
+    role: Role = Role.TRAINER,
+    owner: str = "t/j",
+    incarnation: int = 1,
+) -> ClaimEntry:
     return ClaimEntry(
         workload=workload,
         tenant="t",
-        owner="t/j",
+        owner=owner,
         role=role,
         device_bytes=10 * GIB,
         host_bytes=host_gib * GIB,
         exclusive=False,
-        incarnation=1,
+        incarnation=incarnation,
         reserved_at=0.0,
     )
 
@@ -135,6 +144,26 @@ def test_a_device_is_never_given_to_two_claims_of_one_pass_B8() -> None:
 def test_pending_claims_are_served_in_line_order_W1() -> None:
     line = {"late": pending(order=(0, 9)), "early": pending(order=(0, 3)), "urgent": pending(order=(-5, 20))}
     assert [action.claim for action in decide(view(claims=line))] == ["urgent", "early", "late"]  # type: ignore[union-attr]
+
+
+def test_the_second_worker_of_a_job_goes_before_the_first_of_others_W1() -> None:
+    """Two jobs with one of two devices each waited for each other until the placement timeout ended one of them."""
+    line = {
+        "urgent": pending(order=(-5, 20), owner="t/urgent"),
+        "second": pending(order=(0, 9), owner="t/half"),
+        "earlier": pending(order=(0, 3), owner="t/none"),
+        "stale": pending(order=(0, 30), owner="t/again", incarnation=2),
+    }
+    seated = msgspec.structs.replace(
+        allocated(), entries={"a8": entry(owner="t/half"), "a9": entry(owner="t/again", incarnation=1)}
+    )
+    actions = decide(view(claims={**line, "seated": seated}))
+    assert [action.claim for action in actions if isinstance(action, Cut | Unschedulable)] == [
+        "second",
+        "urgent",
+        "earlier",
+        "stale",
+    ]
 
 
 def test_a_large_waiter_at_the_head_does_not_hold_back_a_small_one_W1() -> None:
