@@ -152,14 +152,15 @@ def _refuse_name(state: State, record: JobRecord, event: JobSubmitted, fx: Effec
     fx.events.append(_refusal(event, "duplicate-name", f"job {event.job!r} {what}; a name is used once at a time"))
 
 
-def _memory(state: State, event: JobSubmitted) -> dict[str, tuple[str, ...]]:
-    """What a new record of this name remembers of the one that it replaces."""
-    before = state.jobs.get(f"{event.tenant}.{event.job}")
-    if before is None:
-        return {}
-    if before.submission == event.submission:
-        return {"refused": before.refused, "replaced": before.replaced}
-    return {"refused": before.refused, "replaced": (*before.replaced, before.submission)[-ANSWERED_MAX:]}
+def _put_new(state: State, record: JobRecord) -> None:
+    """Put in a new record; what was answered under its name before is remembered with it."""
+    before = state.jobs.get(job_key(record))
+    if before is not None:
+        replaced = before.replaced
+        if before.submission != record.submission:
+            replaced = (*replaced, before.submission)[-ANSWERED_MAX:]
+        record = msgspec.structs.replace(record, refused=before.refused, replaced=replaced)
+    state.put_job(record)
 
 
 def _refuse(state: State, submission: Submission, error: Rejected, now: float, fx: Effects) -> None:
@@ -183,9 +184,8 @@ def _refuse(state: State, submission: Submission, error: Rejected, now: float, f
         message=str(error),
         outcome=JobPhase.FAILED,
         ended_at=now,
-        **_memory(state, event),
     )
-    state.put_job(record)
+    _put_new(state, record)
     fx.jobs[job_key(record)] = None
 
 
@@ -226,9 +226,8 @@ def _admit(state: State, submission: Submission, shapes: Estimates, now: float, 
         trainer=workload_id(tenant, runtime, Role.TRAINER),
         sampler=workload_id(tenant, runtime, Role.SAMPLER),
         submitted_at=submission.published_at,
-        **_memory(state, event),
     )
-    state.put_job(record)
+    _put_new(state, record)
     fx.jobs[key] = None
     fx.events.append(_admitted(record))
     if fresh:
