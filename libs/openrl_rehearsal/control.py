@@ -100,7 +100,7 @@ class Control:
     # --- what arrives -------------------------------------------------------------------------------------------
 
     def _submitted(self, submission: jobs.Submission, model: Model) -> None:
-        started_at = time.perf_counter()
+        started_at = time.thread_time()
         wanted = model if jobs.wants_model(self.state, submission) else None
         effects = jobs.submitted(self.state, submission, wanted, self._constants, self.agenda.now)
         self._count("placement", started_at)
@@ -128,7 +128,7 @@ class Control:
 
     def _deliver(self, event: Event) -> None:
         if isinstance(event, _FOR_LEDGER):
-            started_at = time.perf_counter()
+            started_at = time.thread_time()
             published = self.ledger.handle(event)
             self._count("ledger", started_at)
             for each in published:
@@ -139,13 +139,13 @@ class Control:
             self._decide_event(event)
 
     def _decide_event(self, event: Event) -> None:
-        started_at = time.perf_counter()
+        started_at = time.thread_time()
         effects = core.decide(self.state, event, self.agenda.now)  # type: ignore[arg-type]
         self._count("placement", started_at)
         self._carry_out(effects)
 
     def _decide(self, change: Callable[[State, str, Any, float], Effects], key: str, value: Any) -> None:
-        started_at = time.perf_counter()
+        started_at = time.thread_time()
         effects = change(self.state, key, value, self.agenda.now)
         self._count("placement", started_at)
         self._carry_out(effects)
@@ -160,14 +160,14 @@ class Control:
         self.on_change(table, key, value)
 
     def _tick(self) -> None:
-        started_at = time.perf_counter()
+        started_at = time.thread_time()
         effects = tick(self.state, self.agenda.now)
         self._count("placement", started_at)
         self._carry_out(effects)
         self.agenda.after(TICK_S, self._tick)
 
     def _repair(self) -> None:
-        started_at = time.perf_counter()
+        started_at = time.thread_time()
         effects = self._pass.rederive(self.state, self.agenda.now)
         self._count("repairing pass", started_at)
         self._carry_out(effects)
@@ -179,5 +179,5 @@ class Control:
             self.publish(event)
 
     def _count(self, what: str, started_at: float) -> None:
-        self.seconds[what] += time.perf_counter() - started_at
+        self.seconds[what] += time.thread_time() - started_at
         self.counts[what] += 1
