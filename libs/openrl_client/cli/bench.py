@@ -69,6 +69,18 @@ def start(store: Path | None, as_json: bool, num_times: int) -> None:
     _show(run_async(measure(store, num_times=num_times, progress=_progress)), as_json)
 
 
+@bench.command()
+@click.option("--rounds", "num_rounds", type=WholeNumber(1), default="20", show_default=True, help="Measured rounds.")
+@click.option("--model", type=Directory(), default=None, help="A Hugging Face model directory. Default: a tiny one.")
+@STORE
+@JSON
+def turns(store: Path | None, as_json: bool, num_rounds: int, model: Path | None) -> None:
+    """What passing a shared device from trainer to sampler costs: park, resume, the whole switch."""
+    from openrl_client.bench.turns import measure
+
+    _show(run_async(measure(store, num_rounds=num_rounds, model=model, progress=_progress)), as_json)
+
+
 def _progress(line: str) -> None:
     click.echo(line, err=True)
 
