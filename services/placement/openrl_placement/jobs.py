@@ -22,7 +22,6 @@ from openrl_placement.estimator import Constants, Model, check_length, check_spe
 from openrl_placement.state import Effects, RuntimeKey, State, job_key
 from openrl_placement.waiting import ask, repeat_request
 
-
 ANSWERED_MAX = 32
 """Submissions of one name whose answer is remembered."""
 
@@ -66,9 +65,7 @@ def submitted(
         if _complete(state, record):
             _answer_again(state, record, now, fx)
             return fx
-    elif record is not None and record.incarnation > submission.sequence and event.submission not in record.refused:
-        return fx
-    elif record is not None and event.submission in record.replaced:
+    elif record is not None and _is_past(record, submission):
         return fx
     elif record is not None and (not record.phase.ended or event.submission in record.refused):
         _refuse_name(state, record, event, fx)
@@ -140,6 +137,13 @@ def _answer_again(state: State, record: JobRecord, now: float, fx: Effects) -> N
 def answered(record: JobRecord, submission: str) -> bool:
     """Was this submission of the record's name refused or replaced?"""
     return submission in record.refused or submission in record.replaced
+
+
+def _is_past(record: JobRecord, submission: Submission) -> bool:
+    """Replaced by a later submission of the name; one that was refused is told so again instead."""
+    if submission.event.submission in record.refused:
+        return False
+    return record.incarnation > submission.sequence or submission.event.submission in record.replaced
 
 
 def _refuse_name(state: State, record: JobRecord, event: JobSubmitted, fx: Effects) -> None:

@@ -309,7 +309,7 @@ class Placement:
                 await self._try(tick(self.state, time.time()))
             if time.monotonic() >= next_pass and self._bus.connected:
                 for part in self._pass.slices(self.state, time.time()):
-                    if not self._bus.connected:
+                    if not bool(self._bus.connected):  # it may have changed since
                         break
                     await self._try(part)
                     await asyncio.sleep(0)  # events and wake-ups do not wait for the whole pass
