@@ -26,8 +26,9 @@ from openrl_common.records import (
     Shape,
     Tier,
 )
+from openrl_ledger.core import janitor
 from openrl_ledger.core.ops import Table
-from unit.ledger.world import GIB, World
+from unit.ledger.world import GIB, Handler, World
 
 TIERS = (Tier(count=1, floor_bytes=10 * GIB, ceiling_gib=80),)
 
@@ -229,6 +230,27 @@ def test_a_cancellation_before_the_booking_closes_the_incarnation(world: World) 
     assert isinstance(answer, SeatRefused)
     assert answer.code == "closed"
     assert booked(world, request("w1", incarnation=2)).founded
+
+
+def test_a_cancellation_that_names_the_assignment_before_a_move_releases_the_new_seat(world: World) -> None:
+    """L4: it closes the incarnation, so whatever that incarnation holds is over."""
+    first = founded(world, "w1")
+    own = booked(world, request("w2"))
+    _, moved = world.handle(request("w2", first.claim, attempt=2, found=False, move_from=own.assignment))
+    assert isinstance(moved, SeatBooked)
+    (event,) = world.handle(release("w2", own.assignment))
+    assert isinstance(event, SeatReleasing)
+    assert event.assignment == moved.assignment
+
+
+def test_the_janitor_looks_once_more_before_it_frees_a_seat_that_its_old_copy_does_not_list(world: World) -> None:
+    """L6: mirrors lag, and a worker may be running on that seat."""
+    first = founded(world, "w1")
+    lagging = janitor.Leftover("unlisted-seat", "w1", first.assignment, first.claim, "", "t")
+    world.finish(Handler(None, janitor.repair(lagging, "t", 1)))
+    assert world.seats()["w1"].state is SeatState.HELD
+    assert first.assignment in world.claims()[first.claim].entries
+    assert first.assignment not in world.tables[Table.LEASES]
 
 
 def test_a_late_cancellation_never_hits_a_newer_incarnation(world: World) -> None:

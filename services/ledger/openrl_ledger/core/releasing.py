@@ -65,8 +65,8 @@ def clean(workload: str, assignment: str, claim_id: str, *, definite: bool = Fal
 def request_release(workload: str, tenant: str, incarnation: int, assignment: str, *, close: bool) -> Steps[SeatRecord]:
     """Held → releasing, for a seat of ``incarnation`` or older (L4); with ``close`` nothing of it may book again.
 
-    ``assignment`` empty releases whatever seat such an incarnation holds (a cancellation that overtook SeatBooked). With
-    ``close`` it does not matter: what a closed incarnation holds is over, also what a move has booked meanwhile.
+    ``assignment`` empty releases whatever seat such an incarnation holds. With ``close`` it does not matter: what a
+    closed incarnation holds is over, also when SeatBooked is still on its way or a move has booked meanwhile.
     """
     for tries in range(TRIES_MAX):
         seat, revision = yield from read_seat(workload)
