@@ -287,7 +287,7 @@ class LocalSystem:
             if service.process is not None and service.process.poll() is None:
                 service.process.kill()
                 service.process.wait()
-        processes.end(processes.workers_of(self.home), grace_s=0.0)
+        processes.end([*processes.warm_parents_of(self.home), *processes.workers_of(self.home)], grace_s=0.0)
         self._nats.kill()
 
     # --- keeping it running -------------------------------------------------------------------------------------------

@@ -13,13 +13,20 @@ from pathlib import Path
 
 import psutil
 
+from openrl_common import zygote
+
 SERVICE_MARK = "OPEN_RL_SERVICE"
 WORKER_MARK = "OPEN_RL_ASSIGNMENT"
 
 
 def services_of(home: Path) -> list[psutil.Process]:
-    """Control services, and a detached supervisor, of this home."""
+    """Control services, a warm parent of workers, and a detached supervisor, of this home."""
     return list(_marked(home, SERVICE_MARK))
+
+
+def warm_parents_of(home: Path) -> list[psutil.Process]:
+    """What workers of this home are forked from (openrl_common.zygote); it ends with its launcher by itself."""
+    return list(_marked(home, SERVICE_MARK, zygote.MARK_VALUE))
 
 
 def workers_of(home: Path) -> list[psutil.Process]:
@@ -41,11 +48,12 @@ def end(processes: Iterable[psutil.Process], *, grace_s: float) -> int:
     return len(waiting)
 
 
-def _marked(home: Path, mark: str) -> Iterator[psutil.Process]:
+def _marked(home: Path, mark: str, value: str = "") -> Iterator[psutil.Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
             environment = process.environ()
-            if environment.get(mark) and environment.get("OPEN_RL_HOME") == str(home):
+            found = environment.get(mark, "").rstrip()
+            if found and value in ("", found) and environment.get("OPEN_RL_HOME") == str(home):
                 yield process

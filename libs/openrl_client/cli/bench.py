@@ -81,6 +81,17 @@ def turns(store: Path | None, as_json: bool, num_rounds: int, model: Path | None
     _show(run_async(measure(store, num_rounds=num_rounds, model=model, progress=_progress)), as_json)
 
 
+@bench.command()
+@click.option("--warm-start", type=click.Choice(["on", "off"]), default="on", show_default=True, help="As in `up`.")
+@STORE
+@JSON
+def workers(store: Path | None, as_json: bool, warm_start: str) -> None:
+    """How long a trainer or sampler takes from its launch until it answers, alone and four at once."""
+    from openrl_client.bench.workers import measure
+
+    _show(run_async(measure(store, warm_start=warm_start, progress=_progress)), as_json)
+
+
 def _progress(line: str) -> None:
     click.echo(line, err=True)
 

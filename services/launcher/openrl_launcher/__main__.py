@@ -7,7 +7,7 @@ import contextlib
 import fcntl
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import click
 from prometheus_client import Gauge
@@ -18,6 +18,9 @@ from openrl_common.settings import from_parameters, settings
 from openrl_launcher.local import LocalBackend
 from openrl_launcher.service import Launcher
 from openrl_launcher.settings import ALL, LauncherSettings
+
+WARM_MODULES = ("openrl_trainer.warm", "openrl_sampler.warm")
+"""These import all that both kinds of workers import before they work."""
 
 
 @click.command()
@@ -37,7 +40,8 @@ def main(**parameters: object) -> None:
             )
 
             async def body(context: ServiceContext) -> None:
-                await _body(context, Launcher(context.bus, backend, config))
+                async with _kept_warm(context, backend, config):
+                    await _body(context, Launcher(context.bus, backend, config))
 
             sys.exit(run("launcher", config, body, instance=config.node))
     except Rejected as error:
@@ -67,6 +71,31 @@ def _only_launcher(config: LauncherSettings) -> Iterator[None]:
         lock.write(f"{os.getpid()}\n")
         lock.flush()
         yield
+
+
+@contextlib.asynccontextmanager
+async def _kept_warm(context: ServiceContext, backend: LocalBackend, config: LauncherSettings) -> AsyncIterator[None]:
+    """Workers are forked from a warm parent for as long as the block lasts (B6); it imports meanwhile."""
+    if config.warm_start == "off" or (config.warm_start == "auto" and not backend.inventory().declared):
+        yield
+        return
+    warm = backend.warm_start(WARM_MODULES)
+    Gauge("openrl_launcher_warm_ready", "Whether workers are forked", registry=context.registry).set_function(
+        lambda: float(warm.ready)
+    )
+    Gauge("openrl_launcher_warm_bytes", "Memory of the warm parent (PSS)", registry=context.registry).set_function(
+        warm.memory_bytes
+    )
+    Gauge("openrl_launcher_warm_pid", "Process id of the warm parent", registry=context.registry).set_function(
+        lambda: float(warm.pid)
+    )
+    keeping = asyncio.create_task(warm.keep(), name="warm start")
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await keeping
 
 
 async def _body(context: ServiceContext, launcher: Launcher) -> None:

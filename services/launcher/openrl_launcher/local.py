@@ -20,22 +20,26 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 import psutil
 
 from openrl_common.errors import Rejected
 from openrl_common.records import Device, Role
+from openrl_common.zygote import Order
 from openrl_launcher.backend import Inventory, Launch, Process
 from openrl_launcher.nvml import Nvml
+from openrl_launcher.warm import Forked, WarmStart
 
 MODULES = {Role.TRAINER: "openrl_trainer", Role.SAMPLER: "openrl_sampler"}
-_CHILDREN: dict[int, subprocess.Popen[bytes]] = {}
+_CHILDREN: dict[int, subprocess.Popen[bytes] | Forked] = {}
 """Workers whose parent this process is, kept until they are waited for, whatever becomes of the backend."""
 _POLL_S = 0.2
 _SAME_START_S = 2.0
 _LOG_TAIL_BYTES = 16 * 1024
 _ERROR_LINE = re.compile(r"^\s*[\w.]*(?:Error|Exception|Interrupt)\b|\berror\b|\bkilled\b", re.IGNORECASE)
-_NOT_FOR_WORKERS = ("OPEN_RL_SERVICE", "OPEN_RL_HEALTH_PORT", "OPEN_RL_NODE_NAME", "OPEN_RL_DEVICES")
+_NOT_FOR_WORKERS = {"OPEN_RL_SERVICE", "OPEN_RL_HEALTH_PORT", "OPEN_RL_NODE_NAME", "OPEN_RL_DEVICES"}
+_OF_ONE_WORKER = {"OPEN_RL_WORKLOAD", "OPEN_RL_ASSIGNMENT", "OPEN_RL_DEVICE_BYTES", "CUDA_VISIBLE_DEVICES"}
 
 
 class LocalBackend:
@@ -62,6 +66,7 @@ class LocalBackend:
         self._node = node
         self._nats_url = nats_url
         self._logs_kept = logs_kept
+        self.warm: WarmStart | None = None
         self._nvml: Nvml | None = None
         if declared:
             devices = tuple(Device(device=f"dev{index}", memory_bytes=size) for index, size in enumerate(declared))
@@ -84,6 +89,16 @@ class LocalBackend:
             declared=bool(declared),
         )
 
+    def warm_start(self, modules: tuple[str, ...]) -> WarmStart:
+        """From here on workers are forked from a process that has imported ``modules``, while somebody keeps it."""
+        self.warm = WarmStart(
+            environment=self.common_environment(),
+            modules=modules,
+            cwd=self._home,
+            log_path=self._home / "logs" / "warm-start.log",
+        )
+        return self.warm
+
     def inventory(self) -> Inventory:
         return self._inventory
 
@@ -101,19 +116,28 @@ class LocalBackend:
     async def launch(self, launch: Launch) -> Process:
         path = self.log_path(launch)
         path.parent.mkdir(parents=True, exist_ok=True)
+        own = self._own_environment(launch)
+        module = MODULES[launch.role]
         with path.open("ab") as log:
-            child = subprocess.Popen(
-                [sys.executable, "-m", MODULES[launch.role]],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=self._home,
-                env=self._environment(launch),
-                start_new_session=True,
-            )
+            child: subprocess.Popen[bytes] | Forked | None = None
+            if self.warm is not None:
+                child = await self.warm.launch(Order(module=module, environment=own), log.fileno())
+            if child is None:
+                child = self._start_plainly(module, own, log)
         _CHILDREN[child.pid] = child
         self._prune_logs(launch.workload, path)
         return Process(launch.assignment, launch.workload, child.pid, psutil.Process(child.pid).create_time())
+
+    def _start_plainly(self, module: str, own: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=self._home,
+            env={**self.common_environment(), **own},
+            start_new_session=True,
+        )
 
     def log_path(self, launch: Launch) -> Path:
         return self._home / "logs" / f"{launch.workload}.{launch.assignment}.log"
@@ -171,23 +195,32 @@ class LocalBackend:
 
     # --- internals -------------------------------------------------------------------------------------------------
 
-    def _environment(self, launch: Launch) -> dict[str, str]:
-        environment = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_WORKERS}
-        devices = len(self._inventory.devices)
+    def common_environment(self) -> dict[str, str]:
+        """What every worker of this launcher gets."""
+        not_common = _OF_ONE_WORKER if self._nvml is not None else _OF_ONE_WORKER - {"CUDA_VISIBLE_DEVICES"}
+        environment = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_WORKERS | not_common}
         environment |= {
             "OPEN_RL_NATS_URL": self._nats_url,
             "OPEN_RL_HOME": str(self._home),
-            "OPEN_RL_WORKLOAD": launch.workload,
-            "OPEN_RL_ASSIGNMENT": launch.assignment,
             "OPEN_RL_NODE": self._node,
-            "OPEN_RL_DEVICE_BYTES": str(launch.device_bytes),
-            # declared devices are CPU workers: a card that happens to be there is not theirs
-            "CUDA_VISIBLE_DEVICES": self._nvml.visible(launch.devices) if self._nvml is not None else "",
             "PYTHONUNBUFFERED": "1",
         }
         if self._nvml is None:
+            # declared devices are CPU workers: a card that happens to be there is not theirs
+            environment["CUDA_VISIBLE_DEVICES"] = ""
             # without this every worker starts a thread per core and they trample on each other
+            devices = len(self._inventory.devices)
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, devices))))
+        return environment
+
+    def _own_environment(self, launch: Launch) -> dict[str, str]:
+        environment = {
+            "OPEN_RL_WORKLOAD": launch.workload,
+            "OPEN_RL_ASSIGNMENT": launch.assignment,
+            "OPEN_RL_DEVICE_BYTES": str(launch.device_bytes),
+        }
+        if self._nvml is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self._nvml.visible(launch.devices)
         return environment
 
     def _ours(self) -> Iterator[tuple[psutil.Process, Mapping[str, str]]]:

@@ -39,11 +39,8 @@ def check_workload(workload: WorkloadRecord) -> None:
 def import_engine() -> None:
     """The ``imports`` phase of the start. On a CPU the number of threads is OMP_NUM_THREADS, 1 without it."""
     import torch
-    import transformers.masking_utils
-    import transformers.modeling_utils
-    import transformers.models.auto.modeling_auto  # noqa: F401
 
-    import openrl_sampler.torch_engine  # noqa: F401
+    import openrl_sampler.preload  # noqa: F401
 
     if not torch.cuda.is_available():
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "") or 1))

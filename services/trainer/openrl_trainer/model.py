@@ -14,9 +14,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import peft
 import safetensors
 import torch
 import transformers
@@ -25,6 +24,9 @@ from torch import Tensor, nn
 from openrl_common.errors import Rejected
 from openrl_common.records import LoraSpec
 from openrl_trainer.model_path import check_model_path
+
+if TYPE_CHECKING:
+    import peft
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PROBE_TOKENS = 8
@@ -151,6 +153,8 @@ class BaseModel:
         Raises:
             Rejected: ``bad-lora`` (rank, dropout, target modules).
         """
+        import peft  # only LoRA needs it
+
         config = self._lora_config(spec, rank_max)
         try:
             with seeded(seed, self.device), warnings.catch_warnings():
@@ -187,6 +191,8 @@ class BaseModel:
 
     def adapter_tensors(self, name: str) -> dict[str, Tensor]:
         """The adapter in PEFT's own layout (names without the adapter name)."""
+        import peft
+
         assert self._peft is not None
         tensors: dict[str, Tensor] = peft.get_peft_model_state_dict(
             self._peft, adapter_name=name, save_embedding_layers=False
@@ -211,10 +217,12 @@ class BaseModel:
         if not adapter or dropout <= 0:
             yield
             return
+        from peft.tuners.lora import LoraLayer
+
         layers = [
             module.lora_dropout[adapter]
             for module in self.model.modules()
-            if isinstance(module, peft.tuners.lora.LoraLayer) and adapter in module.lora_dropout
+            if isinstance(module, LoraLayer) and adapter in module.lora_dropout
         ]
         for layer in layers:
             layer.train()
@@ -237,6 +245,8 @@ class BaseModel:
                 raise Rejected(
                     f"LoRA target module {target!r} is no linear layer of this model: it has {known}", code="bad-lora"
                 )
+        import peft
+
         targets = spec.target_modules or tuple({name.rsplit(".", 1)[-1]: None for name in self.linear_names})
         return peft.LoraConfig(
             r=spec.rank,

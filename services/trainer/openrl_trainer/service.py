@@ -261,8 +261,6 @@ class Trainer:
 
 def _import_engine() -> None:
     """The slow imports, in the thread that will use them; the variables must stand before torch reads them."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    import openrl_trainer.engine  # noqa: F401
+    from openrl_trainer import preload
+
+    preload.set_variables()  # a forked worker's module was imported before its environment was its own

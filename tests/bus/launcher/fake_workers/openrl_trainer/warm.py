@@ -1,0 +1,1 @@
+"""The warm start of workers that stand in: they import nothing slow."""
