@@ -201,9 +201,9 @@ class NatsServer:
         binary = self._binary or find_binary()
         config_path = self.directory / "nats.conf"
         try:
-            config_path.write_text(
-                json.dumps(self._config(), indent=2) + "\n"
-            )  # its configuration language includes JSON
+            # Its configuration language includes JSON, save for \u escapes: letters of a path stay as they are.
+            config = json.dumps(self._config(), indent=2, ensure_ascii=False) + "\n"
+            config_path.write_bytes(os.fsencode(config))
             for stale in self.directory.glob("*.ports"):
                 stale.unlink(missing_ok=True)
             with self.log_path.open("ab") as log:

