@@ -13,6 +13,7 @@ from openrl_common.errors import Rejected
 from openrl_common.events import Event, JobEnded, JobFailed, JobReady
 from openrl_common.records import ClaimEntry, ClaimRecord, JobKind, Role, WorkloadRecord
 from openrl_ledger.core.ops import Table
+from openrl_ledger.core.turns import TurnPolicy
 from openrl_placement.state import Policy
 from openrl_rehearsal.agenda import Agenda
 from openrl_rehearsal.clients import Client
@@ -60,9 +61,9 @@ class Rehearsal:
         """Per workload: most seats that its claim had while it was listed there."""
         self._files = FileCache(cached=profile.files_cached)
         self._sharing = Sharing(
-            co_residency=plan.co_residency,
-            reserve_bytes=plan.device_reserve_bytes,
-            max_turn_s=plan.max_turn_s,
+            policy=TurnPolicy(
+                coresidency=plan.co_residency, reserve_bytes=plan.device_reserve_bytes, max_turn_s=plan.max_turn_s
+            ),
             park_bytes_per_s=profile.control.park.gib_per_s * _GIB,
         )
         self.clients = self._make_clients()

@@ -70,7 +70,7 @@ class Worker:
         trainer = self.entry.role is Role.TRAINER
         per_parameter = _TRAINER_STATE_BYTES[self.kind] if trainer else _SAMPLER_STATE_BYTES
         state_bytes = min(self.entry.device_bytes, int(per_parameter * self.model.parameters))
-        self.tenant = Tenant(self.entry.owner, self.entry.device_bytes, state_bytes)
+        self.tenant = Tenant(self.assignment, self.entry.owner, self.entry.device_bytes, state_bytes)
         self._queue: deque[tuple[Work, Callable[[float, float], None]]] = deque()
         self._serving = False
         self._did: set[int] = set()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from openrl_common.turns import LINGER_S as WORKER_LINGER_S
+from openrl_ledger.core.turns import TurnPolicy
 from openrl_rehearsal.agenda import Agenda
-from openrl_rehearsal.devices import Piece, SharedDevice, Sharing, Tenant
+from openrl_rehearsal.devices import LINGER_S, Piece, SharedDevice, Sharing, Tenant
 
 GIB = 1 << 30
 
@@ -13,40 +15,44 @@ class Desk:
 
     def __init__(self, *, co_residency: bool, max_turn_s: float = 120.0, park_gib_per_s: float = 1e9) -> None:
         self.agenda = Agenda()
-        sharing = Sharing(
-            co_residency=co_residency,
-            reserve_bytes=GIB,
-            max_turn_s=max_turn_s,
-            park_bytes_per_s=park_gib_per_s * GIB,
-        )
-        self.device = SharedDevice(self.agenda, 80 * GIB, sharing)
+        policy = TurnPolicy(coresidency=co_residency, reserve_bytes=GIB, max_turn_s=max_turn_s)
+        self.device = SharedDevice(self.agenda, 80 * GIB, Sharing(policy, park_gib_per_s * GIB))
         self.ended: dict[str, float] = {}
+        self._tenants = 0
 
     def tenant(self, owner: str, gib: int = 30) -> Tenant:
-        return Tenant(owner, gib * GIB, gib * GIB)
+        self._tenants += 1
+        return Tenant(f"a-{self._tenants}", owner, gib * GIB, gib * GIB)
 
-    def work(self, tenant: Tenant, name: str, seconds: float, *, busy: float = 1.0, then: int = 0) -> None:
-        """Work, then again ``then`` times (named ``name1``, ``name2``, …)."""
+    def work(
+        self, tenant: Tenant, name: str, seconds: float, *, busy: float = 1.0, then: int = 0, breakable: bool = True
+    ) -> None:
+        """Work, then again ``then`` times (named ``name1``, ``name2``, …), a second after the last."""
 
         def done() -> None:
             self.ended[name] = round(self.agenda.now, 3)
             if then:
                 stem = name.rstrip("0123456789")
                 number = int(name[len(stem) :] or 0) + 1
-                self.work(tenant, f"{stem}{number}", seconds, busy=busy, then=then - 1)
+                self.agenda.after(1.0, lambda: self.work(tenant, f"{stem}{number}", seconds, busy=busy, then=then - 1))
 
-        self.device.submit(Piece(tenant, seconds, busy, done))
+        self.device.submit(Piece(tenant, seconds, busy, done, breakable))
 
     def run(self) -> dict[str, float]:
         self.agenda.run(lambda: False, 10_000)
         return self.ended
 
 
+def test_a_simulated_worker_lingers_as_long_as_a_real_one() -> None:
+    """T3."""
+    assert LINGER_S == WORKER_LINGER_S == 0.1
+
+
 def test_a_worker_alone_is_never_parked() -> None:
     """T1."""
     desk = Desk(co_residency=False, max_turn_s=5, park_gib_per_s=1)
     desk.work(desk.tenant("a"), "a", 30, then=2)
-    assert desk.run() == {"a": 30, "a1": 60, "a2": 90}
+    assert desk.run() == {"a": 30, "a1": 61, "a2": 92}
     assert desk.device.switches == 0
 
 
@@ -55,33 +61,37 @@ def test_under_turns_each_of_three_takes_three_times_as_long() -> None:
     desk = Desk(co_residency=False)
     for name in ("a", "b", "c"):
         desk.work(desk.tenant(name), name, 10, then=1)
-    assert desk.run() == {"a": 10, "b": 20, "c": 30, "a1": 40, "b1": 50, "c1": 60}
+    assert desk.run() == {"a": 10, "b": 20.1, "c": 30.2, "a1": 40.3, "b1": 50.4, "c1": 60.5}
 
 
 def test_an_owner_with_two_workers_gets_one_share() -> None:
     """T3: the least recently served owner is next, not the next worker."""
     desk = Desk(co_residency=False)
-    desk.work(desk.tenant("a"), "first", 10, then=1)
+    desk.work(desk.tenant("a"), "first", 10)
     desk.work(desk.tenant("a"), "second", 10)
     desk.work(desk.tenant("b"), "other", 10)
-    assert desk.run() == {"first": 10, "other": 20, "second": 30, "first1": 40}
+    assert desk.run() == {"first": 10, "other": 20.1, "second": 30.2}
 
 
-def test_a_turn_longer_than_allowed_is_broken_and_resumed() -> None:
-    """T3."""
+def test_a_turn_longer_than_allowed_is_broken_off_and_resumed() -> None:
+    """T3; a start cannot be broken off."""
     desk = Desk(co_residency=False, max_turn_s=20)
     desk.work(desk.tenant("a"), "long", 50)
     desk.work(desk.tenant("b"), "short", 5)
-    assert desk.run() == {"short": 25, "long": 55}
+    assert desk.run() == {"short": 25, "long": 55.1}
+    start = Desk(co_residency=False, max_turn_s=20)
+    start.work(start.tenant("a"), "start", 50, breakable=False)
+    start.work(start.tenant("b"), "short", 5)
+    assert start.run() == {"start": 50, "short": 55}
 
 
 def test_moving_costs_what_it_moves() -> None:
-    """T7: 30 GiB out at 10 GiB/s; back again another 3 s out and 3 s in."""
+    """T7: 30 GiB at 10 GiB/s take 3 s each way: a out, b in for the first time, b out, a back in."""
     desk = Desk(co_residency=False, park_gib_per_s=10)
     desk.work(desk.tenant("a"), "a", 10, then=1)
     desk.work(desk.tenant("b"), "b", 10)
-    assert desk.run() == {"a": 10, "b": 23, "a1": 39}
-    assert (desk.device.switches, desk.device.switching_s) == (2, 9.0)
+    assert desk.run() == {"a": 10, "b": 23.1, "a1": 39.2}
+    assert (desk.device.switches, desk.device.switching_s) == (3, 9.0)
 
 
 def test_co_residents_work_side_by_side_as_far_as_the_device_goes() -> None:
@@ -102,7 +112,7 @@ def test_turns_begin_when_the_declared_sum_does_not_fit() -> None:
     desk = Desk(co_residency=True)
     for name in ("a", "b", "c"):
         desk.work(desk.tenant(name), name, 10, busy=0.5)
-    assert desk.run() == {"a": 10, "b": 10, "c": 20}
+    assert desk.run() == {"a": 10, "b": 10, "c": 20.1}
     exact = Desk(co_residency=True)
     exact.work(exact.tenant("a", 40), "a", 10, busy=0.5)
     exact.work(exact.tenant("b", 39), "b", 10, busy=0.5)
