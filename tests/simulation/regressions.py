@@ -18,5 +18,6 @@ REGRESSIONS: dict[int, str] = {
     313: "a wait spoke of free devices that no claim can get (larger than the size of their mixed node)",
     56: "a wait repeated an answer of the ledger instead of saying what is missing",
     1227: "a LoRA runtime was kept for a job that had ended: a crash came between the two records",
+    760: 'a late try of the launcher\'s "not ready" landed on what the restarted worker had said of itself',
     775: "the simulator's mirror took back a change that had overtaken its list",
 }

@@ -99,6 +99,7 @@ class World:
         self.machines: dict[str, Machine] = {}
         self._dark: set[str] = set()
         self._healing = False
+        self._told: set[str] = set()
         for index, node in enumerate(plan.nodes):
             self.machines[f"n{index}"] = Machine(
                 self, f"n{index}", node.devices, node.host_bytes, Random(f"machine {index} {plan.seed}")
@@ -352,11 +353,16 @@ class World:
         await self._until(self.settled.waits_are_true, "not settled")
         await self._top_up()
         await self._release_one()
-        for job in self.truth.jobs().values():
-            if not job.phase.ended:
-                self.end_job(job.job, job.submission, "finish")
         self.note("--- every job is finished")
-        await self._until(self.settled.nothing_is_left, "leftovers")
+        await self._until(self._finish_all, "leftovers")
+
+    def _finish_all(self) -> list[str]:
+        """End what runs, also what a client that was cut off for long submits only now; what is left then."""
+        for job in self.truth.jobs().values():
+            if not job.phase.ended and job.submission not in self._told:
+                self._told.add(job.submission)
+                self.end_job(job.job, job.submission, "finish")
+        return self.settled.nothing_is_left()
 
     async def _top_up(self) -> None:
         """A schedule has at least ``MESSAGES_MIN`` messages: some more jobs, in calm times, where it has fewer."""

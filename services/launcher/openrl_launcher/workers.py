@@ -324,10 +324,14 @@ class Workers:
         tracked.status = Status.BACKING_OFF if again else Status.EXITED
 
     async def _not_ready(self, record: WorkerRecord) -> None:
-        """What the ended process said of itself is over: events may come late or twice, this record is believed."""
+        """What the ended process said of itself is over: events may come late or twice, this record is believed.
+
+        By compare-and-swap: a try given up as lost must not land on what the next process says (E7).
+        """
         entry = await self._store.ready.get(record.assignment)
         if entry is not None and entry.value.ready:
-            await self._store.ready.put(record.assignment, msgspec.structs.replace(entry.value, ready=False))
+            over = msgspec.structs.replace(entry.value, ready=False)
+            await self._store.ready.write(record.assignment, over, last=entry.revision)
 
     async def _stop(self, tracked: Tracked, before: Status, why: str) -> None:
         record = tracked.record
