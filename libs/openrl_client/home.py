@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -75,7 +77,8 @@ def lock_home(home: Path) -> IO[str]:
         pid = lock.read().strip() or "unknown"
         lock.close()
         raise Rejected(
-            f"home {home} is in use by pid {pid}: stop it with `openrl down --home {home}` or choose another --home",
+            f"home {home} is in use by pid {pid}: stop it with `openrl down --home {shlex.quote(str(home))}` "
+            "or choose another --home",
             code="home-in-use",
         ) from None
     lock.truncate(0)
@@ -114,6 +117,23 @@ def end_leftovers(home: Path, *, progress: Progress = lambda line: None) -> None
     processes.end(left, grace_s=SERVICE_GRACE_S)
     processes.end(processes.workers_of(home), grace_s=WORKERS_GRACE_S)
     nats_server.stop_running(home / "nats")
+
+
+def last_nats_port(home: Path) -> int:
+    """The port that this home's NATS had last time, if it is free: clients that still look for it find it. Else 0."""
+    try:
+        port = int((home / "nats" / "port").read_text())
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+    except (OSError, ValueError, OverflowError):
+        return 0
+    return port
+
+
+def note_nats_port(home: Path, port: int) -> None:
+    with contextlib.suppress(OSError):  # a full disk costs the next start's port, nothing else
+        (home / "nats" / "port").write_text(f"{port}\n")
 
 
 def rotate(log: Path) -> None:

@@ -40,7 +40,9 @@ from openrl_client.home import (
     UpInfo,
     end_leftovers,
     last_line,
+    last_nats_port,
     lock_home,
+    note_nats_port,
     real_home,
     rotate,
 )
@@ -79,7 +81,7 @@ class LocalSystem:
     Args:
         home: state, logs and weights; made when missing.
         environment: settings of the services as ``OPEN_RL_*`` variables.
-        nats_port: 0 = a free one, kept while the system runs.
+        nats_port: 0 = the one of the last time on this home when it is free, else a free one.
         progress: gets one line per step, for a person.
         services: which of SERVICES to run (a benchmark stands in for the launcher itself).
         settings: the same as ``environment`` by flag name: ``devices="3x6GiB"``, ``max_seats_per_claim=2``.
@@ -171,7 +173,9 @@ class LocalSystem:
         began = time.monotonic()
         self._lock = lock_home(self.home)
         await asyncio.to_thread(end_leftovers, self.home)
+        self._nats.port = self._nats.port or last_nats_port(self.home)
         await self._start_nats()
+        note_nats_port(self.home, self._nats.port)
         self._progress(f"nats       ready in {time.monotonic() - began:.2f} s   {self.nats_url}")
         # the services take longer to import than the streams to be made; one that is faster is simply started again
         for name in self._names:

@@ -6,9 +6,11 @@ The services are the real ones; only the workers stand in (``tests/bus/launcher/
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +24,7 @@ from openrl_client import JobSpec, connect, processes
 from openrl_client.supervisor import LocalSystem, down, read_up, up
 from openrl_common import nats_server
 from openrl_common.errors import Rejected
+from openrl_common.queries import JobsAnswer, ListQuery
 from openrl_common.records import JobKind
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
@@ -134,6 +137,23 @@ async def test_down_stops_workers_and_the_next_up_resumes_them_under_their_seats
         second = await running()
         assert second.keys() == first.keys()
         assert not set(second.values()) & set(first.values())
+
+
+async def test_a_client_that_saw_down_and_up_goes_on(home: Path) -> None:
+    """Invariant 9: the port stays, so that a running recipe is not lost; one that is taken meanwhile is given up."""
+    async with contextlib.AsyncExitStack() as stack:
+        async with LocalSystem(home, environment=SMALL_HOST) as first:
+            url = first.nats_url
+            client = await stack.enter_async_context(connect(url))
+        async with LocalSystem(home, environment=SMALL_HOST) as second:
+            assert second.nats_url == url
+            assert (await client.query("jobs", ListQuery(), JobsAnswer, timeout_s=20.0)).jobs == []
+    with socket.create_server(("127.0.0.1", int(url.rpartition(":")[2]))):
+        async with LocalSystem(home, environment=SMALL_HOST) as third:
+            assert third.nats_url != url
+    (home / "nats" / "port").write_text("99999 nonsense")
+    async with LocalSystem(home, environment=SMALL_HOST):
+        pass
 
 
 def test_down_ends_what_a_killed_supervisor_left(home: Path) -> None:

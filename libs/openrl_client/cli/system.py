@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ SERVICE_SETTINGS = (
     settings.LOG_LEVEL,
 )
 NATS_PORT = settings.setting(
-    "--nats-port", type=click.IntRange(0, 65535), default="0", help="Port of the embedded NATS; 0 = a free one."
+    "--nats-port",
+    type=click.IntRange(0, 65535),
+    default="0",
+    help="Port of the embedded NATS; 0 = as last time, or a free one.",
 )
 
 
@@ -72,4 +76,4 @@ def environment_of(parameters: dict[str, Any]) -> dict[str, str]:
 
 def _home_flag(home: Path) -> str:
     usual = Path(os.environ.get("OPEN_RL_HOME", "~/.openrl")).expanduser()
-    return "" if home == usual else f" --home {home}"
+    return "" if home == usual else f" --home {shlex.quote(str(home))}"
