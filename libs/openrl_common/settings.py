@@ -331,3 +331,10 @@ HOST_MEMORY_BYTES = setting(
     default="0",
     help="Host memory that workers may be promised, for example 512GiB. 0: what this machine has.",
 )
+WARM_START = setting(
+    "--warm-start",
+    type=click.Choice(["auto", "on", "off"]),
+    default="auto",
+    help="Fork workers from a process that has imported torch and transformers already (some 0.4 GiB of host memory, "
+    "shared with the workers). auto: on when the devices are declared, off with GPUs.",
+)

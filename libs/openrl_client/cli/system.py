@@ -15,6 +15,7 @@ from openrl_common import settings
 SERVICE_SETTINGS = (
     settings.DEVICES,
     settings.HOST_MEMORY_BYTES,
+    settings.WARM_START,
     settings.MAX_SEATS_PER_CLAIM,
     settings.PLACEMENT_STRATEGY,
     settings.OWNER_AFFINITY,

@@ -70,14 +70,6 @@ LOGS_KEPT = settings.setting(
     help="Log files kept per workload.",
 )
 
-WARM_START = settings.setting(
-    "--warm-start",
-    type=click.Choice(["auto", "on", "off"]),
-    default="auto",
-    help="Fork workers from a process that has imported torch and transformers already (some 0.4 GiB of host memory, "
-    "shared with the workers). auto: on when the devices are declared, off with GPUs.",
-)
-
 ALL = (
     *SERVICE_SETTINGS,
     NODE_NAME,
@@ -87,7 +79,7 @@ ALL = (
     STOP_GRACE_S,
     RESTARTS_MAX,
     LOGS_KEPT,
-    WARM_START,
+    settings.WARM_START,
 )
 
 
