@@ -484,7 +484,7 @@ def hurried() -> Iterator[None]:
         (openrl_launcher.service, "HEARTBEAT_S", 20.0),
         (openrl_placement.service, "read_model", lambda directory: _MODEL),
         (openrl_placement.service, "_stamp", lambda directory: 0.0),
-        (openrl_placement.service, "_EARLY_END_S", 15.0),
+        (openrl_placement.service, "_EARLY_END_S", 40.0),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     try:

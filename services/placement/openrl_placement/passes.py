@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+from openrl_common.events import SeatReleaseRequested
 from openrl_common.names import short_workload
 from openrl_common.quantities import format_seconds
 from openrl_common.records import ClaimState, JobPhase, Reason, SeatState, WorkloadPhase, WorkloadRecord
@@ -23,6 +24,7 @@ from openrl_placement.waiting import ask, join_line, repeat_request, settle, wak
 UNANSWERED_S = 10.0
 """A request, or a pending claim, that nobody has answered for this long is looked at again."""
 _REASONS_MAX = 256
+_NOT_YET = (WorkloadPhase.PLACED, WorkloadPhase.STARTING)
 _REASONS_SLICE = 32
 _SLICE = 256
 
@@ -147,6 +149,9 @@ def _look_again(state: State, record: WorkloadRecord, now: float, fx: Effects) -
     claim = state.fleet.claims.get(record.claim)
     if record.phase is WorkloadPhase.PENDING and claim is not None and claim.state is ClaimState.ALLOCATED:
         fx.add(claim_changed(state, record.claim, claim, now))
+    if claim is not None and claim.state is ClaimState.QUARANTINED and record.phase in _NOT_YET:
+        fx.events.append(_off_quarantine(record))  # nothing is started there any more: it would wait for ever
+        return
     ready_is_due(state, state.workloads[record.workload], now, fx)
     asked_at = state.requested_at.get(record.workload)
     if asked_at is None and record.phase is WorkloadPhase.SUBMITTED:
@@ -155,6 +160,19 @@ def _look_again(state: State, record: WorkloadRecord, now: float, fx: Effects) -
         _unanswered(state, record, now, fx)
     elif record.phase is WorkloadPhase.PENDING and not waits(record) and now - record.submitted_at >= UNANSWERED_S:
         join_line(state, record, now, fx, cause="no launcher has said anything about its claim yet")
+
+
+def _off_quarantine(record: WorkloadRecord) -> SeatReleaseRequested:
+    """Give the seat up, not the incarnation: once it is released the workload asks for another (L3)."""
+    return SeatReleaseRequested(
+        tenant=record.tenant,
+        workload=record.workload,
+        incarnation=record.incarnation,
+        assignment=record.assignment,
+        close=False,
+        attempt=record.attempt,
+        why="its claim is quarantined and its worker does not run",
+    )
 
 
 def _unanswered(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:

@@ -67,7 +67,7 @@ _CONCURRENCY = 32
 _TICK_S = 1.0
 _MODELS_MAX = 256
 _WRITES_AT_ONCE = 64
-_EARLY_END_S = 120.0
+_EARLY_END_S = 600.0
 """Longer than any redelivery of a submission: an end whose submission is unknown then is of one that was refused."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from openrl_common.errors import Rejected
@@ -18,7 +19,7 @@ from openrl_common.events import (
     WorkerLaunched,
 )
 from openrl_common.names import SHARED
-from openrl_common.records import JobPhase, LoraSpec, WorkloadPhase
+from openrl_common.records import ClaimState, JobPhase, LoraSpec, WorkloadPhase
 from openrl_placement.state import Policy
 from unit.placement.desk import Desk, node
 
@@ -358,3 +359,19 @@ def test_a_submission_refused_for_its_name_never_runs_when_it_is_delivered_again
     it.event(JobCancelled(tenant="default", job="a", submission="third"))
     it.release_all()
     assert it.submit("a", submission="first") == [], "it has run and ended"
+
+
+def test_a_worker_that_cannot_start_on_a_quarantined_claim_gives_its_seat_up_and_asks_again() -> None:
+    """L3, B4: nothing is started on a device that is not trusted."""
+    it = desk()
+    it.submit("a")
+    it.book_all()
+    it.take(SeatRequested)
+    record = it.workload(TRAINER)
+    standing = it.state.fleet.claims[record.claim]
+    it.claim(record.claim, msgspec.structs.replace(standing, state=ClaimState.QUARANTINED))
+    it.repair()
+    (release,) = [event for event in it.take(SeatReleaseRequested) if event.workload == TRAINER]
+    assert (release.assignment, release.close) == (record.assignment, False)
+    it.release(TRAINER, record.assignment, record.claim, incarnation=0)
+    assert [request.workload for request in it.take(SeatRequested)] == [TRAINER]
