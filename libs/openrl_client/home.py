@@ -6,11 +6,14 @@ that system answers. Ending what a killed holder left behind is here too.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
 import shlex
+import shutil
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -24,6 +27,8 @@ from openrl_common.errors import Rejected
 
 WORKERS_GRACE_S = 25.0
 SERVICE_GRACE_S = 12.0
+_ROOM_LOOK_S = 2.0
+_ROOM_BYTES = 16 * 1024 * 1024
 _LOG_BYTES_MAX = 16 * 1024 * 1024
 
 Progress = Callable[[str], None]
@@ -117,6 +122,34 @@ def end_leftovers(home: Path, *, progress: Progress = lambda line: None) -> None
     processes.end(left, grace_s=SERVICE_GRACE_S)
     processes.end(processes.workers_of(home), grace_s=WORKERS_GRACE_S)
     nats_server.stop_running(home / "nats")
+
+
+class RoomWatch:
+    """Notices a disk that was full and has room again: the server must then be started anew to write on."""
+
+    def __init__(self, server: nats_server.NatsServer, home: Path, progress: Progress) -> None:
+        self._server = server
+        self._home = home
+        self._progress = progress
+        self._next = 0.0
+        self._told = False
+
+    async def is_back(self) -> bool:
+        if time.monotonic() < self._next:
+            return False
+        self._next = time.monotonic() + _ROOM_LOOK_S
+        if not await asyncio.to_thread(self._server.write_failed):
+            self._told = False
+            return False
+        if shutil.disk_usage(self._home).free >= _ROOM_BYTES:
+            self._progress("nats       could not write, there is room now: starting it again")
+            return True
+        if not self._told:
+            self._told = True
+            self._progress(
+                f"nats       cannot write: the disk of {self._home} is full, nothing is stored until it is not"
+            )
+        return False
 
 
 def last_nats_port(home: Path) -> int:

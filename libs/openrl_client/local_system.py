@@ -37,6 +37,7 @@ from openrl_client.home import (
     SERVICE_GRACE_S,
     WORKERS_GRACE_S,
     Progress,
+    RoomWatch,
     UpInfo,
     end_leftovers,
     last_line,
@@ -106,7 +107,7 @@ class LocalSystem:
         self.node = "local"
         self._settings = {**(environment or {}), **{f"OPEN_RL_{k.upper()}": str(v) for k, v in settings.items()}}
         self.node = self._settings.setdefault("OPEN_RL_NODE_NAME", os.environ.get("OPEN_RL_NODE_NAME") or "local")
-        self._progress = progress or (lambda line: None)
+        self._say = progress or (lambda line: None)
         self._nats = nats_server.NatsServer(self.home / "nats", port=nats_port)
         self._services: dict[str, _Service] = {}
         self._lock: IO[str] | None = None
@@ -140,6 +141,11 @@ class LocalSystem:
         if pid:
             os.kill(pid, signal.SIGKILL)
         return pid
+
+    def _progress(self, line: str) -> None:
+        """Say it, if anybody can hear it: a full disk or a closed terminal must not end the watch."""
+        with contextlib.suppress(OSError, ValueError):
+            self._say(line)
 
     async def ready(self, name: str, *, deadline_s: float = READY_DEADLINE_S) -> None:
         """Wait until a service answers /readyz. Raises Unreachable or, when it refuses to start, Rejected."""
@@ -335,21 +341,25 @@ class LocalSystem:
             self._progress(f"{service.name:<10} ended with exit code {exit_code}, starting it again: see {service.log}")
             await asyncio.sleep(min(_BACK_OFF_MOST_S, 0.1 * 2 ** min(service.failures - 1, 10)))
             service.restarts += 1
-            self._spawn(service)
-            self._write_up()
+            with contextlib.suppress(OSError):  # tried again when it is seen not to run
+                self._spawn(service)
+                self._write_up()
 
     async def _keep_nats(self) -> None:
         failures = 0
+        room = RoomWatch(self._nats, self.home, self._progress)
         while True:
             await asyncio.sleep(_WATCH_S)
             if self._nats.running:
+                if await room.is_back():
+                    await asyncio.to_thread(self._nats.stop)
                 continue
             self._progress("nats       ended, starting it again on its port")
             try:
                 await self._start_nats()
                 failures = 0
                 self._write_up()
-            except (Rejected, Transient) as error:
+            except (Rejected, Transient, OSError) as error:
                 failures += 1
                 self._progress(f"nats       does not start: {error}")
                 await asyncio.sleep(min(_BACK_OFF_MOST_S, 0.2 * 2 ** min(failures, 10)))

@@ -264,6 +264,12 @@ class Bus:
                         f"JetStream does not answer (stream {config.name}): is it enabled on the NATS server?"
                     ) from error
                 await asyncio.sleep(0.2)
+            except nats.js.errors.APIError as error:
+                raise Rejected(
+                    f"NATS does not make stream {config.name} ({error.description}): look at its disk and at its "
+                    "JetStream limits",
+                    code="no-stream",
+                ) from error
 
     # --- publishing --------------------------------------------------------------------------------------------
 
@@ -326,7 +332,8 @@ class Bus:
             except NETWORK_ERRORS as error:
                 if time.monotonic() >= deadline:
                     raise Unreachable(
-                        f"NATS did not confirm a message on {subject} within {deadline_s:g} s: it may still arrive"
+                        f"NATS did not confirm a message on {subject} within {deadline_s:g} s: it may still arrive "
+                        "(is the server up, and its disk not full?)"
                     ) from error
                 await asyncio.sleep(random.uniform(0.5, 1.0) * min(0.1 * 2**tries, 1.0))
             except nats.js.errors.APIError as error:

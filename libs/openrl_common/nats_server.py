@@ -37,7 +37,10 @@ MAX_PAYLOAD_BYTES = 8 * MIB
 
 _POLL_S = 0.005
 _MAX_MEMORY_STORE_BYTES = 256 * MIB
-_MAX_FILE_STORE_BYTES = 64 * GIB
+_WRITE_ERRORS = (b"no space left on device", b"ritical write error")
+MAX_FILE_STORE_BYTES = 64 * GIB
+"""More than the streams' limits together, whatever the disk has: the server makes no stream, and after a restart serves
+none, whose limits exceed this number. A full disk is said by the write that meets it."""
 _LOG_BYTES_MAX = 16 * MIB
 _LOCK_NAME = "lock"
 _LOCK_TRIES = 20
@@ -84,6 +87,8 @@ class NatsServer:
         self._binary = binary
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = threading.RLock()
+        self._log_seen = 0
+        self._write_failed = False
 
     @property
     def url(self) -> str:
@@ -109,7 +114,8 @@ class NatsServer:
                 return self.url
             lock = self._lock_directory()
             try:
-                log_start = self._log_bytes()
+                log_start = self._log_seen = self._log_bytes()
+                self._write_failed = False
                 self._spawn(lock)
             finally:
                 os.close(lock)  # the server has its own copy
@@ -119,6 +125,18 @@ class NatsServer:
                 self.kill()
                 raise
             return self.url
+
+    def write_failed(self) -> bool:
+        """Has a write met a full or failing disk since the start? Such a stream takes nothing more, even when there is
+        room again, until the server is started anew; what it had acknowledged is kept."""
+        with contextlib.suppress(OSError):
+            size = self._log_bytes()
+            with self.log_path.open("rb") as log:
+                log.seek(self._log_seen if self._log_seen <= size else 0)
+                new = log.read()
+            self._write_failed = self._write_failed or any(error in new for error in _WRITE_ERRORS)
+            self._log_seen = size
+        return self._write_failed
 
     def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
         """SIGTERM, then SIGKILL after the grace; returns when the process is gone. Stopping twice does nothing."""
@@ -177,11 +195,10 @@ class NatsServer:
         )
 
     def _config(self) -> dict[str, object]:
-        disk_free_bytes = shutil.disk_usage(self.directory).free
         jetstream: dict[str, object] = {
             "store_dir": str(self.directory / "jetstream"),
             "max_mem_store": _MAX_MEMORY_STORE_BYTES,
-            "max_file_store": max(GIB, min(_MAX_FILE_STORE_BYTES, disk_free_bytes * 3 // 4)),
+            "max_file_store": MAX_FILE_STORE_BYTES,
         }
         if self.sync_always:
             jetstream["sync_interval"] = "always"

@@ -13,8 +13,9 @@ from pathlib import Path
 import nats
 import pytest
 
+from openrl_common import streams
 from openrl_common.errors import Rejected
-from openrl_common.nats_server import NatsServer, find_binary, running_pid, stop_running
+from openrl_common.nats_server import MAX_FILE_STORE_BYTES, NatsServer, find_binary, running_pid, stop_running
 
 
 async def put(url: str, key: str, value: bytes) -> None:
@@ -157,3 +158,27 @@ async def test_a_home_of_any_name_will_do(tmp_path: Path, name: str) -> None:
         assert running_pid(tmp_path / name) == server.pid
     finally:
         server.stop()
+
+
+async def test_a_disk_that_was_full_is_noticed_and_a_new_start_forgets_it(tmp_path: Path) -> None:
+    """The server refuses a stream's writes for ever after one met a full disk; only a new start helps."""
+    server = NatsServer(tmp_path / "nats")
+    server.start()
+    try:
+        assert not server.write_failed()
+        with server.log_path.open("ab") as log:
+            log.write(
+                b"[1] [ERR] JetStream failed to store a msg on stream 'X': write 1.blk: no space left on device\n"
+            )
+        assert server.write_failed()
+        assert server.write_failed(), "said once, it stays so until the next start"
+        server.stop()
+        server.start()
+        assert not server.write_failed()
+    finally:
+        server.stop()
+
+
+def test_the_streams_fit_the_store_on_a_disk_of_any_size() -> None:
+    """On a disk with less than 31 GiB free no stream could be made, and the system did not come up."""
+    assert sum(stream.max_bytes for stream in streams.STREAMS) < MAX_FILE_STORE_BYTES
