@@ -20,6 +20,6 @@ REGRESSIONS: dict[int, str] = {
     1227: "a LoRA runtime was kept for a job that had ended: a crash came between the two records",
     760: 'a late try of the launcher\'s "not ready" landed on what the restarted worker had said of itself',
     1496: "a worker that ended on a quarantined claim was neither started again nor given another seat",
-    2244: "an end that overtook its submission was acknowledged as unknown while placement was stalled",
+    2244: "an end was acknowledged because its submission had been refused, before that refusal was written",
     775: "the simulator's mirror took back a change that had overtaken its list",
 }

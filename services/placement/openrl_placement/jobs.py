@@ -97,6 +97,8 @@ def closed(state: State, event: JobFinished | JobCancelled, now: float) -> Effec
     if job is None or job.submission != event.submission:
         if job is None or not answered(job, event.submission):
             state.keep_cancel(event.submission, event)
+        else:
+            fx.jobs[job_key(job)] = None  # this end is not acknowledged before what answered its submission is written
         return fx
     if job.phase.ended:
         end_if_gone(state, job_key(job), now, fx)
