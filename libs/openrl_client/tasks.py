@@ -16,9 +16,11 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import math
 import random
 import string
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -87,6 +89,28 @@ class FunctionTask:
 
     def demonstration(self, example: Example, randomness: random.Random) -> str | None:
         return example.answer
+
+
+def reward_of(task: Task, example: Example, completion: str, finished: bool) -> float:
+    """The reward as a finite number.
+
+    Raises:
+        Rejected: ``bad-task``: the task's code failed (where, and why), or gave no finite number.
+    """
+    try:
+        value = task.reward(example, completion, finished)
+    except Exception as error:  # the user's function may raise anything
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise Rejected(
+            f"task {task.name}: its reward failed on {completion[:40]!r}: {type(error).__name__}: {_one_line(error)} "
+            f"({last.filename}, line {last.lineno})",
+            code="bad-task",
+        ) from error
+    if not math.isfinite(value):
+        raise Rejected(
+            f"task {task.name}: its reward of {completion[:40]!r} is {value}: return a number", code="bad-task"
+        )
+    return value
 
 
 # --- the built-in task ------------------------------------------------------------------------------------------
@@ -236,13 +260,25 @@ def _load_function(source: str, function: str) -> Callable[..., Any]:
 
 
 def _user_task(name: str, function: Callable[..., Any], prompts: Path | None) -> Task:
-    if inspect.signature(function).parameters:
+    signature = inspect.signature(function)
+    if signature.parameters:
+        try:
+            signature.bind("prompt", "completion", {})
+        except TypeError:
+            raise Rejected(
+                f"task {name!r} takes {signature}: a reward function takes (prompt, completion, entry)", code="bad-task"
+            ) from None
         if prompts is None:
             raise Rejected(
                 f"task {name!r} is a reward function: name its prompts with --prompts FILE.jsonl", code="bad-task"
             )
         return FunctionTask(name, function, _read_prompts(prompts))
-    task = function()
+    try:
+        task = function()
+    except Rejected:
+        raise
+    except Exception as error:
+        raise Rejected(f"task {name!r} failed: {type(error).__name__}: {_one_line(error)}", code="bad-task") from error
     for member in ("name", "examples", "reward", "demonstration"):
         if not hasattr(task, member):
             raise Rejected(

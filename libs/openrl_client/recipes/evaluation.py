@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from openrl_client.job import Job
-from openrl_client.tasks import Example, Task
+from openrl_client.tasks import Example, Task, reward_of
 from openrl_client.tokenizer import Tokenizer
 from openrl_common.wire import SamplingParams
 
@@ -42,7 +42,7 @@ async def evaluate(
             prompts = [tokenizer.encode_prompt(example.prompt) for example in chunk]
             result = await job.sample(prompts, params, at_least=at_least)
         return [
-            task.reward(example, tokenizer.decode(one.tokens), one.finish_reason == "stop")
+            reward_of(task, example, tokenizer.decode(one.tokens), one.finish_reason == "stop")
             for example, sequences in zip(chunk, result.sequences, strict=True)
             for one in sequences
         ]

@@ -21,7 +21,7 @@ from openrl_client.errors import Rejected
 from openrl_client.job import Job
 from openrl_client.metrics import Metrics, Stopwatch
 from openrl_client.recipes.data import batches, group_advantages, policy_datum, warmed_up
-from openrl_client.tasks import Example, Task
+from openrl_client.tasks import Example, Task, reward_of
 from openrl_client.tokenizer import Tokenizer
 from openrl_common.wire import AdamParams, Datum, SamplingParams
 
@@ -145,7 +145,7 @@ async def _collect(
     with watch("reward"):
         for example, prompt, sequences in zip(examples, encoded, result.sequences, strict=True):
             rewards = [
-                task.reward(example, tokenizer.decode(one.tokens), one.finish_reason == "stop") for one in sequences
+                reward_of(task, example, tokenizer.decode(one.tokens), one.finish_reason == "stop") for one in sequences
             ]
             batch.rewards += rewards
             for sequence, advantage in zip(sequences, group_advantages(rewards), strict=True):

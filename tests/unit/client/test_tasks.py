@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from openrl_client.errors import Rejected
-from openrl_client.tasks import Example, FunctionTask, LetterTask, load_task
+from openrl_client.tasks import Example, FunctionTask, LetterTask, load_task, reward_of
 
 
 @pytest.mark.parametrize(("variant", "answer"), [("sort", "abcd"), ("desc", "dcba")])
@@ -107,3 +108,44 @@ def test_prompts_file_with_a_bad_line_names_the_line(tmp_path: Path) -> None:
 def test_task_without_held_out_prompts_is_refused() -> None:
     with pytest.raises(Rejected, match="at least two prompts"):
         FunctionTask("t", lambda p, c, e: 0.0, [Example("a")])
+
+
+def _raises(*_: Any) -> float:
+    raise KeyError("no such\nthing")
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (_raises, r"task mine: its reward failed on 'text': KeyError: .*test_tasks.py, line \d+"),
+        (lambda *_: None, "TypeError"),
+        (lambda *_: "good", "could not convert"),
+        (lambda *_: float("nan"), "is nan: return a number"),
+        (lambda *_: float("-inf"), "is -inf"),
+    ],
+)
+def test_a_reward_that_fails_or_is_no_number_is_said_in_one_line(reward: Any, said: str) -> None:
+    """C5: it was a traceback, or a NaN that the trainer refused some steps later."""
+    task = FunctionTask("mine", reward, [Example("a"), Example("b")])
+    with pytest.raises(Rejected, match=said) as refused:
+        reward_of(task, Example("a"), "text", True)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            "def score(one, two): return 1.0",
+            r"takes \(one, two\): a reward function takes \(prompt, completion, entry\)",
+        ),
+        ("def score(): return 1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_a_function_that_cannot_be_a_task_is_refused_before_the_job_is_published(
+    tmp_path: Path, body: str, said: str
+) -> None:
+    file = tmp_path / f"mine{len(body)}.py"
+    file.write_text(body)
+    with pytest.raises(Rejected, match=said):
+        load_task(f"{file}:score", prompts=None)
