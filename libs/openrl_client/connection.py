@@ -77,6 +77,13 @@ async def connect(
         await client.close()
 
 
+def _with_absolute_model(spec: JobSpec) -> JobSpec:
+    """Placement and workers run elsewhere: a relative path means this process's directory, as on the command line."""
+    if not spec.base_model.strip():
+        return spec  # placement says what is missing
+    return msgspec.structs.replace(spec, base_model=str(Path(spec.base_model).expanduser().absolute()))
+
+
 class Client:
     """One tenant's connection. Made by ``connect``."""
 
@@ -112,6 +119,7 @@ class Client:
         """Publish a job and wait until placement has admitted or refused it.
 
         Args:
+            spec: a relative ``base_model`` is taken from the current directory.
             on_published: called with the submission id once it is on the bus, so that a caller who is interrupted
                 while waiting can still cancel it.
 
@@ -121,6 +129,7 @@ class Client:
             Unreachable: the bus did not take it.
         """
         check_job(spec.name)
+        spec = _with_absolute_model(spec)
         submission = uuid.uuid4().hex
         event = JobSubmitted(tenant=self.tenant, job=spec.name, submission=submission, spec=spec)
         await self.bus.publish(event, deadline_s=timeout_s)

@@ -63,6 +63,10 @@ class Progress(msgspec.Struct, frozen=True):
             lines.append(line)
         return lines
 
+    def __str__(self) -> str:
+        """So that ``job.ready(on_progress=print)`` prints what a person wants to read."""
+        return "\n".join(self.lines()) or f"{self.job.job}: {self.job.phase.value}"
+
 
 class PendingVersion(Awaitable[int]):
     """A weights publication in flight; await it for the version number."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -109,6 +110,18 @@ async def test_submitted_job_becomes_ready_and_finishes(client: Client) -> None:
     assert (await job.finish()).phase is JobPhase.FINISHED
     with pytest.raises(JobEndedError):
         await client.cancel("j")
+
+
+async def test_relative_model_path_means_the_clients_directory(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """C1: services run in other directories; and progress prints as lines for people."""
+    monkeypatch.chdir(tmp_path)
+    job = await client.submit(JobSpec(name="near", kind=JobKind.FFT, base_model="./tiny"))
+    assert job.record.spec.base_model == str(tmp_path / "tiny")
+    await job.ready(5.0, print)
+    print(await job.progress())
+    assert capsys.readouterr().out.splitlines()[-1] == "near: Ready"
 
 
 async def test_refused_job_raises_placements_code(client: Client) -> None:
