@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 EVENTS_STREAM = "OPENRL_EVENTS"
 ADMISSION_TIMEOUT_S = 10.0
+QUERY_RETRY_S = 0.2
 
 
 def home_directory() -> Path:
@@ -200,5 +202,16 @@ class Client:
     async def query(
         self, name: str, request: msgspec.Struct, answer: type[Answer], *, timeout_s: float = 5.0
     ) -> Answer:
-        """Ask placement (``jobs``, ``workloads``, ``claims``, ``nodes``, ``explain``; see openrl_common.queries)."""
-        return await self.bus.request(query_subject("placement", name), request, answer, timeout_s=timeout_s)
+        """Ask placement (``jobs``, ``workloads``, ``claims``, ``nodes``, ``explain``; see openrl_common.queries).
+
+        A placement that is being started again is waited for, up to ``timeout_s``. Raises Unreachable after that.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                left_s = max(0.1, deadline - time.monotonic())
+                return await self.bus.request(query_subject("placement", name), request, answer, timeout_s=left_s)
+            except Unreachable:
+                if time.monotonic() + QUERY_RETRY_S > deadline:
+                    raise
+                await asyncio.sleep(QUERY_RETRY_S)

@@ -53,7 +53,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def leftovers(home: Path) -> list[str]:
     """What still runs of a home."""
-    found = [" ".join(process.cmdline()[:3]) for process in processes.services_of(home) + processes.workers_of(home)]
+    found = []
+    for process in processes.services_of(home) + processes.workers_of(home):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end while we look
+            found.append(" ".join(process.cmdline()[:3]))
     if (pid := nats_server.running_pid(home / "nats")) is not None:
         found.append(f"nats-server {pid}")
     return found
