@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The CPU build of torch keeps the set-up small; on a GPU host install the extras yourself (README, "On GPUs").
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes the CPU build of torch: a small set-up (README, "On GPUs").
 TORCH ?= torch==2.13.0
 SUITES := $(wildcard tests/unit tests/bus tests/simulation tests/e2e)
 SOURCES := $(wildcard libs services tests scripts)
