@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import random
@@ -723,4 +724,9 @@ class Bus:
 
 
 def _rfc3339(moment: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment)) + f".{int(moment % 1 * 1e6):06d}Z"
+    return f"{_rfc3339_second(int(moment))}.{int(moment % 1 * 1e6):06d}Z"
+
+
+@functools.lru_cache(maxsize=2)
+def _rfc3339_second(second: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))

@@ -1,4 +1,4 @@
-"""nats-py's client with another ``request``: a future and a timer.
+"""nats-py's client with another ``request`` (a future and a timer) and another decoder of publish acknowledgements.
 
 The client's own waits with ``asyncio.wait_for``, which on Python 3.11 can swallow the cancellation of its caller when
 the answer arrives at the same moment (a task that was to end then goes on for ever), and which costs about as much as
@@ -14,11 +14,61 @@ import asyncio
 import itertools
 from typing import Any
 
+import msgspec
 import nats.errors
+import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.js import JetStreamContext, api
 
 _NO_RESPONDERS = "503"
+
+
+class _Acknowledgement(msgspec.Struct):
+    """What JetStream answers to a publish, as far as it is read here."""
+
+    stream: str = ""
+    seq: int = 0
+    duplicate: bool = False
+    error: dict[str, Any] | None = None
+
+
+_ACKNOWLEDGEMENT = msgspec.json.Decoder(_Acknowledgement)
+
+
+class JetStream(JetStreamContext):
+    """nats-py's, with acknowledgements decoded by msgspec: the library's own way was 13 % of a busy ledger's work."""
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes = b"",
+        timeout: float | None = None,
+        stream: str | None = None,
+        headers: dict[str, Any] | None = None,
+        msg_ttl: float | None = None,
+    ) -> api.PubAck:
+        """As nats-py's; the same errors."""
+        extra: dict[str, str] = {}
+        if stream is not None:
+            extra[api.Header.EXPECTED_STREAM] = stream
+        if msg_ttl is not None:
+            extra[api.Header.MSG_TTL] = str(int(msg_ttl))
+        try:
+            answer = await self._nc.request(
+                subject,
+                payload,
+                timeout=self._timeout if timeout is None else timeout,
+                headers={**headers, **extra} if headers else extra or None,
+            )
+        except nats.errors.NoRespondersError as error:
+            raise nats.js.errors.NoStreamResponseError from error
+        acknowledged = _ACKNOWLEDGEMENT.decode(answer.data)
+        if acknowledged.error is not None:
+            raise nats.js.errors.APIError.from_error(acknowledged.error)
+        return api.PubAck(
+            stream=acknowledged.stream, seq=acknowledged.seq, domain=None, duplicate=acknowledged.duplicate or None
+        )
 
 
 class Connection(Client):
@@ -30,6 +80,9 @@ class Connection(Client):
         self._numbers = itertools.count(1)
         self._answers_to = ""
         self._subscribing = asyncio.Lock()
+
+    def jetstream(self, **options: Any) -> JetStream:
+        return JetStream(self, **options)
 
     async def request(
         self,
