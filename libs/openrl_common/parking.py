@@ -6,7 +6,8 @@ is and finds its values again after ``restore``; the bytes that come back are th
     CUDA   storage ─▶ pinned host copy, storage resized to nothing, cached blocks given back to the driver
     CPU    "device memory" is the process's anonymous memory: storage ─▶ one file, storage resized to nothing, trimmed
 
-The CUDA path is written, but has not been run by any test: the tests have no GPU. A storage that cannot be resized (a
+The CUDA path needs a GPU to be tested (docs/performance.md says what was run). Pinned memory is what the first park
+waits for; it is kept, so later ones run at the speed of the copy. A storage that cannot be resized (a
 checkpoint file mapped by safetensors) is replaced by one that can, the first time it is parked; views of it that are
 not among the tensors given would keep the old one.
 

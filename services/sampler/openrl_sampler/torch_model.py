@@ -46,6 +46,9 @@ class ResidentModel:
         self._path = options.model_path
         self._tokenizer: Any = None
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device.type == "cuda":
+            # cuDNN's attention compiles a plan for every new shape, and keys grow by one with every step.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.model = _read(self._path, options.dtype, self.device)
         config = self.model.config.get_text_config(decoder=True)
         self.vocabulary_size = int(config.vocab_size)

@@ -39,11 +39,14 @@ def prepare_torch(num_threads: int, device_bytes: int) -> torch.device:
     """
     cast(Any, transformers.utils.logging).disable_progress_bar()
     torch.set_num_threads(num_threads)
-    cuda = torch.cuda.is_available()
-    # Some CUDA kernels have no deterministic form (memory-efficient attention, backward): warned about, not refused.
-    torch.use_deterministic_algorithms(True, warn_only=cuda)
-    if not cuda:
+    # Never warn_only: with it the backward passes of CUDA's attention kernels choose their non-deterministic form (R5).
+    torch.use_deterministic_algorithms(True)
+    # Nothing here reads memory before it is written; filling it costs a tenth of a step, and parking most of R13.
+    cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False
+    if not torch.cuda.is_available():
         return torch.device("cpu")
+    # cuDNN's attention compiles a plan for every new shape (a tenth of a second each), and batches have many.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     device = torch.device("cuda", 0)
     if device_bytes > 0:
         total = torch.cuda.get_device_properties(device).total_memory

@@ -24,8 +24,8 @@ KINDS = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def parking(tmp_path: Path) -> Parking:
-    return Parking(torch, torch.device("cpu"), tmp_path / "parked" / "a")
+def parking(tmp_path: Path, device: torch.device) -> Parking:
+    return Parking(torch, device, tmp_path / "parked" / "a")
 
 
 def tensors(engine: TrainEngine) -> list[torch.Tensor]:
@@ -78,8 +78,9 @@ def test_t5_r5_a_run_that_parks_at_every_boundary_is_bit_for_bit_the_undisturbed
         assert torch.equal(parameter, parked._parameters[name]), name
 
 
-def test_t5_parking_really_frees_memory_and_says_how_much(parking: Parking) -> None:
+def test_t5_parking_really_frees_memory_and_says_how_much(tmp_path: Path) -> None:
     """T5: anonymous memory of the process falls by what was parked, and rises by it again; views and ties survive."""
+    parking = Parking(torch, torch.device("cpu"), tmp_path / "parked" / "a")
     gc.collect()
     weight = torch.nn.Parameter(torch.randn(64, 1024, 256))
     view = weight.detach()[3:5]
@@ -117,3 +118,12 @@ def test_t5_only_what_is_asked_for_comes_back(parking: Parking) -> None:
     parking.restore()
     assert torch.equal(cache, expected)
     assert torch.equal(weights, torch.zeros(4096))
+
+
+def test_r5_r13_only_deterministic_algorithms_run_and_memory_that_is_to_be_written_is_not_filled(
+    device: torch.device,
+) -> None:
+    """warn_only leaves CUDA's attention non-deterministic; filling pinned memory takes far longer than the copy."""
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory

@@ -1,4 +1,4 @@
-"""Parking on a real GPU (T5, R13). Skipped where there is none, which is everywhere these tests have run so far."""
+"""Parking on a real GPU (T5, R13). Skipped where there is none; run it alone, other work slows the copies down."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from openrl_common.parking import Parking
+from openrl_trainer.model import prepare_torch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 GIB = 1 << 30
@@ -29,7 +30,7 @@ def bandwidth(source: torch.Tensor, target: torch.Tensor) -> float:
 
 def test_t5_r13_parking_frees_the_device_at_most_of_the_copy_bandwidth_and_changes_no_bit(tmp_path: Path) -> None:
     """R13: ≥ 70 % of this machine's own pinned copies, once the pinned memory is there (the second park on)."""
-    device = torch.device("cuda", 0)
+    device = prepare_torch(1, 0)  # as a trainer sets torch up
     tensors = [torch.randint(0, 1 << 30, (GIB // 16,), dtype=torch.int32, device=device) for _ in range(16)]
     expected = [int(tensor.sum()) for tensor in tensors]
     parking = Parking(torch, device, tmp_path / "unused")
