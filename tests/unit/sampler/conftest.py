@@ -35,6 +35,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def new_engine(model_path: Path) -> Callable[..., TorchEngine]:
     def make(path: Path | None = None, kind: JobKind = JobKind.FFT, **options: Any) -> TorchEngine:
+        options = {"dtype": "float32"} | options  # on any device: what is compared here is compared to the last digits
         engine = TorchEngine(TorchOptions(model_path=path or model_path, kind=kind, **options))
         engine.load()
         return engine

@@ -39,9 +39,9 @@ def test_v12_trainer_and_sampler_give_the_same_logprobs(
     generate: Callable[..., Any],
     apply: Callable[..., Any],
 ) -> None:
-    """V12: float32 on one CPU: nothing but the order of sums may differ."""
+    """V12: float32 on one device: nothing but the order of sums may differ."""
     lora = LoraSpec(rank=4) if kind is JobKind.LORA else None
-    base = BaseModel(str(model_path), dtype="auto", device=prepare_torch(1, 0), frozen=lora is not None)
+    base = BaseModel(str(model_path), dtype="float32", device=prepare_torch(1, 0), frozen=lora is not None)
     trainer = TrainEngine(
         base,
         JobSettings(tenant="t", job="j", incarnation=1, seed=0, lora=lora),

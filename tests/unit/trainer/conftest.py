@@ -45,7 +45,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -
 
 @pytest.fixture
 def new_base(model_path: Path, device: torch.device) -> Callable[..., BaseModel]:
-    def make(*, frozen: bool = False, path: Path | None = None, dtype: str = "auto") -> BaseModel:
+    def make(*, frozen: bool = False, path: Path | None = None, dtype: str = "float32") -> BaseModel:
         return BaseModel(str(path or model_path), dtype=dtype, device=device, frozen=frozen)
 
     return make

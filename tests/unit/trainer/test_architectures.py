@@ -46,10 +46,10 @@ def test_forward_is_the_models_own_and_training_moves_it(
         logprobs = engine.apply(Forward(seq=seq, incarnation=7, data=data)).result.logprobs
         assert logprobs is not None
         for datum, row in zip(data, logprobs, strict=True):
-            tokens = torch.tensor([datum.tokens])
+            tokens = torch.tensor([datum.tokens], device=base.device)
             with torch.no_grad():
                 plain = base.model(tokens).logits.log_softmax(-1)[0, :-1].gather(-1, tokens[0, 1:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(row[1:]), plain, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(torch.tensor(row[1:]), plain.cpu(), rtol=1e-4, atol=1e-4)
         loss = engine.apply(learn(seq + 1, data)).result.metrics["loss"]
         assert loss == pytest.approx(-sum(sum(row[2:]) for row in logprobs), rel=1e-3)
         assert engine.apply(step(seq + 2, 3e-3)).result.error is None

@@ -55,11 +55,11 @@ def test_forward_equals_plain_transformers_logprobs_in_request_order_R2_R3(
     result = engine.apply(Forward(seq=1, incarnation=7, data=data)).result
     assert result.logprobs is not None
     for datum, row in zip(data, result.logprobs, strict=True):
-        tokens = torch.tensor([datum.tokens])
+        tokens = torch.tensor([datum.tokens], device=engine.base.device)
         with torch.no_grad():
             plain = engine.base.model(tokens).logits.log_softmax(-1)[0, :-1].gather(-1, tokens[0, 1:, None])[:, 0]
         assert row[0] == 0.0
-        torch.testing.assert_close(torch.tensor(row[1:]), plain, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(row[1:]), plain.cpu(), rtol=1e-5, atol=1e-5)
 
 
 @KINDS
