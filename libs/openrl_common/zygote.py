@@ -33,7 +33,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -96,6 +96,7 @@ def _preload(modules: Sequence[str]) -> Ready:
     began = time.monotonic()
     environment = dict(os.environ)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's starts its threads when it is imported
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's allocator too, where pandas brings it
     for name in modules:
         try:
             importlib.import_module(name)
@@ -111,15 +112,23 @@ def _preload(modules: Sequence[str]) -> Ready:
 
 def unsafe() -> str | None:
     """Why this process must not fork; None when it may."""
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        return f"{threads} threads run ({', '.join(thread.name for thread in threading.enumerate())})"
+    threads = os.listdir("/proc/self/task")
+    if len(threads) > 1:
+        return f"{len(threads)} threads run ({', '.join(sorted(_thread_names(threads)))})"
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             file = os.readlink(f"/proc/self/fd/{descriptor}")
             if file.startswith(_DEVICE_FILES):
                 return f"{file} is open: an accelerator's driver does not survive a fork"
     return None
+
+
+def _thread_names(threads: Sequence[str]) -> Iterator[str]:
+    """Python's own name of a thread, or the kernel's of one that a library started."""
+    known = {str(thread.native_id): thread.name for thread in threading.enumerate()}
+    for thread in threads:
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:  # or it has ended meanwhile
+            yield known.get(thread, file.read().strip())
 
 
 def _serve(channel: socket.socket) -> str | None:
