@@ -112,9 +112,8 @@ def _delivery(message: Msg) -> Delivery:
 class Bus:
     """A connection with the habits above. Make it with ``connect``, end it with ``close``."""
 
-    def __init__(self, connection: Client, name: str) -> None:
+    def __init__(self, connection: Client) -> None:
         self._connection = connection
-        self._name = name
         self.jetstream = connection.jetstream(timeout=_TRY_S)
         self.store = Store(self)
         self.stopping = asyncio.Event()
@@ -170,7 +169,7 @@ class Bus:
                 f"no NATS server answered at {url} within {deadline_s:g} s: start one with `openrl up`, "
                 "or name another with --nats-url or OPEN_RL_NATS_URL"
             ) from error
-        bus = cls(connection, name)
+        bus = cls(connection)
         holder.append(bus)
         return bus
 

@@ -16,7 +16,7 @@ import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,6 @@ class ServiceContext:
     registry: CollectorRegistry
     checks: dict[str, Check]
     health_port: int = 0
-    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
 
     def require(self, name: str, why: str) -> asyncio.Event:
         """A readiness condition: not ready, for ``why``, until the returned event is set."""
