@@ -37,8 +37,9 @@ from openrl_common.telemetry import extract_context, inject_context, tracer
 from openrl_common.wire import PayloadRef
 
 if TYPE_CHECKING:
-    from nats.aio.client import Client
     from nats.aio.msg import Msg
+
+    from openrl_common.connection import Received
 
 log = logging.getLogger(__name__)
 _TRACER = tracer(__name__)
@@ -69,7 +70,7 @@ class Delivery:
     sequence: int
     deliveries: int
     published_at: float
-    message: Msg
+    message: Received
 
     def event(self) -> AnyEvent:
         """Decode the body. Raises Poison when it is not an event of a known type."""
@@ -96,15 +97,15 @@ class StoredMessage:
 Handler = Callable[[Delivery], Awaitable[None]]
 
 
-def _delivery(message: Msg) -> Delivery:
-    metadata = message.metadata
+def _delivery(message: Received) -> Delivery:
+    delivered = message.delivered
     return Delivery(
         subject=message.subject,
         body=message.data,
-        headers=dict(message.headers or {}),
-        sequence=metadata.sequence.stream,
-        deliveries=metadata.num_delivered,
-        published_at=metadata.timestamp.timestamp(),
+        headers=message.headers,
+        sequence=delivered.sequence,
+        deliveries=delivered.deliveries,
+        published_at=delivered.stored_at,
         message=message,
     )
 
@@ -112,7 +113,7 @@ def _delivery(message: Msg) -> Delivery:
 class Bus:
     """A connection with the habits above. Make it with ``connect``, end it with ``close``."""
 
-    def __init__(self, connection: Client) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.jetstream = connection.jetstream(timeout=_TRY_S)
         self.store = Store(self)
@@ -466,14 +467,14 @@ class Bus:
         await puller.start()
         slots = asyncio.Semaphore(concurrency)
 
-        async def run(message: Msg) -> None:
+        async def run(message: Received) -> None:
             try:
                 await self._handle(message, handler, stream, durable, max_deliver)
             finally:
                 puller.done()
                 slots.release()
 
-        taking: asyncio.Future[Msg] | None = None
+        taking: asyncio.Future[Received] | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
                 stop = tasks.create_task(self._stop_on(self.stopping))
@@ -510,7 +511,7 @@ class Bus:
         with contextlib.suppress(asyncio.CancelledError):
             await event.wait()
 
-    async def _handle(self, message: Msg, handler: Handler, stream: str, durable: str, max_deliver: int) -> None:
+    async def _handle(self, message: Received, handler: Handler, stream: str, durable: str, max_deliver: int) -> None:
         delivery = _delivery(message)
         error: BaseException | None = None
         started = time.monotonic()
@@ -675,7 +676,7 @@ class Bus:
             raise Unreachable(
                 f"nobody answered {subject} within {timeout_s:g} s: is the service running? (`openrl up`)"
             ) from error
-        code = (reply.headers or {}).get(_ERROR_CODE)
+        code = reply.headers.get(_ERROR_CODE)
         if code == "transient":
             raise Transient(reply.data.decode())
         if code:

@@ -1,17 +1,23 @@
-"""nats-py's client with another ``request`` (a future and a timer) and another decoder of publish acknowledgements.
+"""nats-py's client with another ``request`` (a future and a timer), another decoder of publish acknowledgements, and
+subscriptions whose messages are handed over in the read loop (``listen``).
 
-The client's own waits with ``asyncio.wait_for``, which on Python 3.11 can swallow the cancellation of its caller when
-the answer arrives at the same moment (a task that was to end then goes on for ever), and which costs about as much as
-the message itself. Every publish, read and write of the bus is a request.
+The client's own request waits with ``asyncio.wait_for``, which on Python 3.11 can swallow the cancellation of its
+caller when the answer arrives at the same moment (a task that was to end then goes on for ever), and which costs about
+as much as the message itself. Every publish, read and write of the bus is a request.
 
 Invariants: a request ends by its answer, by its timer or by its caller's cancellation; nothing is kept of one that is
-over, so that a late answer is dropped.
+over, so that a late answer is dropped. What ``listen`` calls must not block and must not raise.
+
+The client's own subscriptions parse the headers of every message, queue it and wake a task for it. Answers and pulled
+messages, which are nearly all that a service receives, need none of that.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -22,6 +28,8 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 
 _NO_RESPONDERS = "503"
+_HEADER_LINE = b"NATS/1.0"
+_V1_TOKENS = 9
 
 
 class _Acknowledgement(msgspec.Struct):
@@ -71,12 +79,93 @@ class JetStream(JetStreamContext):
         )
 
 
+class Received:
+    """A message of ``Connection.listen``. Headers are parsed when they are asked for."""
+
+    __slots__ = ("_connection", "_headers", "_raw_headers", "data", "reply", "subject")
+
+    def __init__(self, connection: Client, subject: str, reply: str, data: bytes, raw_headers: bytes | None) -> None:
+        self._connection = connection
+        self._raw_headers = raw_headers
+        self._headers: dict[str, str] | None = None
+        self.subject = subject
+        self.reply = reply
+        self.data = data
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self._headers is None:
+            self._headers = _parse_headers(self._raw_headers) if self._raw_headers else {}
+        return self._headers
+
+    @property
+    def delivered(self) -> Delivered:
+        """What the consumer says of it. Raises ValueError when no consumer delivered it."""
+        return Delivered.of(self.reply)
+
+    async def ack(self) -> None:
+        await self._connection.publish(self.reply)
+
+    async def nak(self, delay: float = 0.0) -> None:
+        """Have it delivered again after ``delay`` seconds."""
+        options = b" " + json.dumps({"delay": int(delay * 1e9)}).encode() if delay else b""
+        await self._connection.publish(self.reply, b"-NAK" + options)
+
+    async def term(self) -> None:
+        await self._connection.publish(self.reply, b"+TERM")
+
+    async def in_progress(self) -> None:
+        await self._connection.publish(self.reply, b"+WPI")
+
+
+class Delivered:
+    """The figures in a delivered message's reply subject. ``stored_at`` in seconds since the epoch.
+
+    ``$JS.ACK.<stream>.<consumer>.<deliveries>.<stream sequence>.<consumer sequence>.<nanoseconds>.<pending>``, or with
+    a domain and an account before the stream.
+    """
+
+    __slots__ = ("deliveries", "pending", "sequence", "stored_at")
+
+    def __init__(self, deliveries: int, sequence: int, stored_at: float, pending: int) -> None:
+        self.deliveries = deliveries
+        self.sequence = sequence
+        self.stored_at = stored_at
+        self.pending = pending
+
+    @classmethod
+    def of(cls, reply: str) -> Delivered:
+        tokens = reply.split(".")
+        if len(tokens) < _V1_TOKENS or tokens[1] != "ACK":
+            raise ValueError(f"{reply!r} is no acknowledgement subject")
+        at = 4 if len(tokens) == _V1_TOKENS else 6
+        return cls(int(tokens[at]), int(tokens[at + 1]), int(tokens[at + 3]) / 1e9, int(tokens[at + 4]))
+
+
+def _parse_headers(raw: bytes) -> dict[str, str]:
+    """``NATS/1.0[ status[ description]]``, then a line each. A status becomes ``Status`` and ``Description``."""
+    first, _, rest = raw.partition(b"\r\n")
+    headers: dict[str, str] = {}
+    inline = first[len(_HEADER_LINE) :].strip()
+    if inline:
+        status, _, description = inline.decode("utf-8", "replace").partition(" ")
+        headers["Status"] = status
+        if description:
+            headers["Description"] = description.strip()
+    for line in rest.decode("utf-8", "replace").split("\r\n"):
+        name, colon, value = line.partition(":")
+        if colon:
+            headers[name.strip()] = value.strip()
+    return headers
+
+
 class Connection(Client):
     """Use it as nats-py's ``Client``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._requests: dict[str, asyncio.Future[Msg]] = {}
+        self._listeners: dict[int, Callable[[Received], None]] = {}
+        self._requests: dict[str, asyncio.Future[Received]] = {}
         self._numbers = itertools.count(1)
         self._answers_to = ""
         self._subscribing = asyncio.Lock()
@@ -84,14 +173,36 @@ class Connection(Client):
     def jetstream(self, **options: Any) -> JetStream:
         return JetStream(self, **options)
 
-    async def request(
+    async def listen(self, subject: str, callback: Callable[[Received], None]) -> Callable[[], Awaitable[None]]:
+        """Subscribe, and have ``callback`` called with each message as it is read. Returns what ends it."""
+
+        async def never(_: Msg) -> None:
+            raise AssertionError("a listened-to subscription hands nothing to its task")
+
+        subscription = await self.subscribe(subject, cb=never)
+        self._listeners[subscription._id] = callback
+
+        async def stop() -> None:
+            self._listeners.pop(subscription._id, None)
+            await subscription.unsubscribe()
+
+        return stop
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        callback = self._listeners.get(sid)
+        if callback is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+        else:
+            callback(Received(self, subject.decode(), reply.decode(), data, headers or None))
+
+    async def request(  # type: ignore[override]  # a Received in place of a Msg
         self,
         subject: str,
         payload: bytes = b"",
         timeout: float = 0.5,
         old_style: bool = False,
         headers: dict[str, Any] | None = None,
-    ) -> Msg:
+    ) -> Received:
         """Publish and wait for the answer; ``timeout`` in seconds. ``old_style`` changes nothing.
 
         Raises:
@@ -102,7 +213,7 @@ class Connection(Client):
             await self._subscribe_to_answers()
         token = str(next(self._numbers))
         loop = asyncio.get_running_loop()
-        answered: asyncio.Future[Msg] = loop.create_future()
+        answered: asyncio.Future[Received] = loop.create_future()
         self._requests[token] = answered
         timer = loop.call_later(timeout, self._expire, token)
         try:
@@ -111,7 +222,7 @@ class Connection(Client):
         finally:
             timer.cancel()
             self._requests.pop(token, None)
-        if not message.data and message.headers and message.headers.get("Status") == _NO_RESPONDERS:
+        if not message.data and message.headers.get("Status") == _NO_RESPONDERS:
             raise nats.errors.NoRespondersError
         return message
 
@@ -119,10 +230,10 @@ class Connection(Client):
         async with self._subscribing:
             if not self._answers_to:
                 inbox = self.new_inbox()
-                await self.subscribe(f"{inbox}.*", cb=self._on_answer, pending_msgs_limit=-1)
+                await self.listen(f"{inbox}.*", self._on_answer)
                 self._answers_to = f"{inbox}."
 
-    async def _on_answer(self, message: Msg) -> None:
+    def _on_answer(self, message: Received) -> None:
         answered = self._requests.get(message.subject.rpartition(".")[2])
         if answered is not None and not answered.done():
             answered.set_result(message)

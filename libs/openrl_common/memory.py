@@ -26,6 +26,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from openrl_common.bus import _ERROR_CODE, Bus, Delivery, Handler, _delivery
+from openrl_common.connection import Delivered
 from openrl_common.errors import OpenRLError, Poison, Rejected, Transient, Unreachable
 from openrl_common.memory_server import Consumer, Member, MemoryServer, Stored, Watcher
 from openrl_common.store import Bucket, Entry, Mirror, Store
@@ -63,7 +64,7 @@ class _JetStream:
 
 @dataclass(slots=True)
 class _Message:
-    """What ``Bus._handle`` needs of nats-py's Msg."""
+    """What ``Bus._handle`` needs of a ``Received``."""
 
     bus: MemoryBus
     consumer: Consumer | None
@@ -83,11 +84,8 @@ class _Message:
         return self.stored.headers
 
     @property
-    def metadata(self) -> Any:
-        stamp = SimpleNamespace(timestamp=lambda: self.stored.stored_at)
-        return SimpleNamespace(
-            sequence=SimpleNamespace(stream=self.stored.seq), num_delivered=self.deliveries, timestamp=stamp
-        )
+    def delivered(self) -> Delivered:
+        return Delivered(self.deliveries, self.stored.seq, self.stored.stored_at, 0)
 
     async def ack(self) -> None:
         if self.consumer is not None:

@@ -14,14 +14,13 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import nats.errors
 import nats.js.errors
 
 if TYPE_CHECKING:
-    from nats.aio.client import Client
-    from nats.aio.msg import Msg
+    from openrl_common.connection import Connection, Received
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class Puller:
 
     def __init__(
         self,
-        connection: Client,
+        connection: Connection,
         stream: str,
         ensure_consumer: Callable[[], Awaitable[str]],
         *,
@@ -90,27 +89,27 @@ class Puller:
         self._ensure_consumer = ensure_consumer
         self._capacity = capacity
         self._ordered = ordered
-        self._buffer: asyncio.Queue[Msg | None] = asyncio.Queue()
+        self._buffer: asyncio.Queue[Received | None] = asyncio.Queue()
         self._consumer = ""
         self._outstanding = 0
         self._in_hand = 0
         self._failures = 0
         self._interrupted = False
         self._seen_at = time.monotonic()
-        self._subscription: Any = None
+        self._unsubscribe: Callable[[], Awaitable[None]] | None = None
         self._inbox = ""
 
     async def start(self) -> None:
         self._inbox = self._connection.new_inbox()
-        self._subscription = await self._connection.subscribe(self._inbox, cb=self._on_message, pending_msgs_limit=-1)
+        self._unsubscribe = await self._connection.listen(self._inbox, self._on_message)
         self._consumer = await self._ensure_consumer()
 
-    async def stop(self) -> list[Msg]:
+    async def stop(self) -> list[Received]:
         """Stop pulling; return what was delivered but never taken, for the caller to nak."""
-        if self._subscription is not None:
+        if self._unsubscribe is not None:
             with contextlib.suppress(*NETWORK_ERRORS):
-                await self._subscription.unsubscribe()
-        rest: list[Msg] = []
+                await self._unsubscribe()
+        rest: list[Received] = []
         while not self._buffer.empty():
             message = self._buffer.get_nowait()
             if message is not None:
@@ -127,7 +126,7 @@ class Puller:
         self._in_hand -= 1
         assert self._in_hand >= 0
 
-    async def take(self) -> Msg | None:
+    async def take(self) -> Received | None:
         """The next message if one is here already, without giving way to other tasks; None: use ``next``.
 
         Messages that came in one read are so handed out in one go, and what their handlers send goes out in one write.
@@ -142,7 +141,7 @@ class Puller:
                 return message
         return None
 
-    async def next(self) -> Msg:
+    async def next(self) -> Received:
         """The next message. Raises Lost when ordered and the position may have been lost."""
         while True:
             heed_cancellation()
@@ -177,15 +176,15 @@ class Puller:
         except NETWORK_ERRORS:
             self._interrupted = True
 
-    async def _on_message(self, message: Msg) -> None:
+    def _on_message(self, message: Received) -> None:
         self._seen_at = time.monotonic()
-        status = (message.headers or {}).get("Status") if not message.data else None
+        status = message.headers.get("Status") if not message.data else None
         if status is None:
             self._outstanding = max(0, self._outstanding - 1)
             self._failures = 0
             self._buffer.put_nowait(message)
             return
-        headers = message.headers or {}
+        headers = message.headers
         if status in ("404", "408"):
             self._outstanding = max(0, self._outstanding - int(headers.get("Nats-Pending-Messages", self._outstanding)))
             self._buffer.put_nowait(None)  # wake the taker: it renews the request

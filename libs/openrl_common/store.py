@@ -273,15 +273,17 @@ class Bucket(Generic[T]):
         message = await puller.next()
         puller.done()
         key = message.subject[len(self._root) :]
-        metadata = message.metadata
+        delivered = message.delivered
         known = live.entries.get(key) if live is not None else None
-        if known is not None and known.revision >= metadata.sequence.stream:
-            return key, known, metadata.num_pending
+        if known is not None and known.revision >= delivered.sequence:
+            return key, known, delivered.pending
+        # A live value has a body, and a mirror sees no other headers than a marker's: none are parsed for it.
+        headers = message.headers if not message.data else None
         try:
-            return key, self._entry(key, message.data, metadata.sequence.stream, message.headers), metadata.num_pending
+            return key, self._entry(key, message.data, delivered.sequence, headers), delivered.pending
         except Poison as error:
             log.error("%s", error)
-            return key, None, metadata.num_pending
+            return key, None, delivered.pending
 
     async def _follow(self, prefix: str, mirror: Mirror[T]) -> None:
         while True:
