@@ -270,6 +270,22 @@ class Job:
             raise Rejected(f"loss {loss!r} is not known: use one of {', '.join(LOSSES)}", code="unknown-loss")
         return self._send(ForwardBackward, data=data, loss=loss, loss_config=loss_config or {}, normalizer=normalizer)
 
+    async def forward_backward_custom(
+        self, data: list[Datum], derivatives: Callable[[list[list[float]]], list[list[float]]]
+    ) -> Pending:
+        """Accumulate the gradients of any loss of token log-probabilities, computed here (loss ``custom``, R8).
+
+        Args:
+            derivatives: from the log-probabilities under the current weights (``[datum][token]``, entry 0 unused) the
+                derivative of your loss by each of them, in the same shape. Nothing may be trained in between.
+        """
+        result = await self.forward(data)
+        rows = derivatives(result.logprobs or [])
+        if [len(row) for row in rows] != [len(datum.tokens) for datum in data]:
+            raise Rejected("derivatives: give one per token of every datum", code="bad-request")
+        weighted = [msgspec.structs.replace(datum, weights=row) for datum, row in zip(data, rows, strict=True)]
+        return self.forward_backward(weighted, loss="custom")
+
     def optim_step(self, adam: AdamParams) -> Pending:
         """Apply the accumulated gradients with AdamW, then clear them."""
         return self._send(OptimStep, adam=adam)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-LOSSES = ("cross_entropy", "importance_sampling", "ppo")
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "custom")
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -20,9 +20,11 @@ class Datum(Wire, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         tokens: token ids, length T ≥ 2.
-        weights: loss weight per token, length T; 0 on the prompt. Empty means 1 for every token but the first.
-        logprobs: log-probability of each token under the policy that sampled it, length T (importance_sampling, ppo).
-        advantages: advantage per token, length T (importance_sampling, ppo).
+        weights: loss weight per token, length T; 0 on the prompt. Empty means 1 for every token but the first. For the
+            loss ``custom``: the derivative of the caller's loss by the token's log-probability.
+        logprobs: log-probability of each token under the policy that sampled it, length T (all losses but
+            cross_entropy and custom).
+        advantages: advantage per token, length T (the same losses).
     """
 
     tokens: list[int]
@@ -59,7 +61,8 @@ class Forward(TrainRequest, frozen=True, kw_only=True, tag="forward"):
 class ForwardBackward(TrainRequest, frozen=True, kw_only=True, tag="forward_backward"):
     """Accumulate gradients of ``loss`` over ``data``; ``normalizer`` divides the summed loss (1 = token sum, R8).
 
-    ``loss_config``: ``clip_low``/``clip_high`` for ppo (default 0.2 each), ``kl`` (coefficient, default 0).
+    ``loss_config``: ``clip_low``/``clip_high`` for ppo (default 0.2 each) and cispo (1 and 0.2), ``kl`` (coefficient,
+    default 0) for both and importance_sampling, ``beta`` for dro (0.05).
     """
 
     data: list[Datum]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from openrl_common.errors import Rejected
 from openrl_common.wire import Datum
+from openrl_trainer.losses import WITHOUT_POLICY
 from openrl_trainer.packing import check_lengths
 
 DATA_MAX = 65_536
@@ -54,9 +55,9 @@ def check_data(data: list[Datum], *, vocabulary: int, length_max: int, token_bud
 
 
 def _check_figures(index: int, datum: Datum, loss: str) -> None:
-    needs_policy = loss != "cross_entropy"
+    needs_policy = loss not in WITHOUT_POLICY
     for name, values, needed in (
-        ("weights", datum.weights, False),
+        ("weights", datum.weights, loss == "custom"),
         ("logprobs", datum.logprobs, needs_policy),
         ("advantages", datum.advantages, needs_policy),
     ):
@@ -91,13 +92,13 @@ def make_micro_batch(data: list[Datum], device: torch.device, loss: str = "") ->
         positions += [row * width + index - 1 for index in kept]
         targets += [datum.tokens[index] for index in kept]
         weights += [row_weights[index] for index in kept]
-        if loss and loss != "cross_entropy":
+        if loss and loss not in WITHOUT_POLICY:
             old += [datum.logprobs[index] for index in kept]
             advantages += [datum.advantages[index] for index in kept]
     if not positions:
         return None
     rows = [datum.tokens + [0] * (width - len(datum.tokens)) for datum in data]
-    policy = loss not in ("", "cross_entropy")
+    policy = loss not in ("", *WITHOUT_POLICY)
 
     def figures(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)

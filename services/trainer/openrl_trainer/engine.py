@@ -39,7 +39,7 @@ from openrl_common.wire import (
     TrainResult,
 )
 from openrl_trainer.batch import MicroBatch, check_data, make_micro_batch
-from openrl_trainer.losses import check_loss, chunked_logprobs, token_loss
+from openrl_trainer.losses import WITHOUT_POLICY, check_loss, chunked_logprobs, token_loss
 from openrl_trainer.model import BaseModel
 from openrl_trainer.optimizer import Adam
 from openrl_trainer.packing import default_token_budget, pack
@@ -358,7 +358,7 @@ def replace_metrics(result: TrainResult, **metrics: float) -> TrainResult:
 def _loss_metrics(totals: dict[str, float], loss: str, num_micro_batches: int) -> dict[str, float]:
     tokens = totals["tokens"]
     metrics = {"loss": totals["loss"], "tokens": tokens, "micro_batches": float(num_micro_batches)}
-    if loss != "cross_entropy":
+    if loss not in WITHOUT_POLICY:
         metrics["kl"] = totals["kl_sum"] / tokens
         metrics["clip_fraction"] = totals["clipped"] / tokens
         metrics["ratio_max"] = totals["ratio_max"]

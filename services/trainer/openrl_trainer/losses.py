@@ -1,7 +1,8 @@
 """Losses over per-token log-probabilities (R8), and the chunked log-probabilities themselves (R3).
 
 Notation for token t of the batch: ``p_t`` its log-probability under the weights being trained, ``q_t`` under the policy
-that sampled it, ``A_t`` its advantage, ``w_t`` its weight (0 leaves it out), ``r_t = exp(p_t - q_t)``.
+that sampled it, ``A_t`` its advantage, ``w_t`` its weight (0 leaves it out), ``r_t = exp(p_t - q_t)``; no gradient
+goes through ``sg``.
 
 Every loss is a **sum over tokens divided by an explicit normalizer**; nothing is averaged silently.
 
@@ -11,12 +12,22 @@ Every loss is a **sum over tokens divided by an explicit normalizer**; nothing i
     ppo                   -Σ w_t min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t) / N
                                                                   (Schulman et al. 2017, arXiv:1707.06347, equation 7;
                                                                    separate bounds: DAPO, arXiv:2503.14476, equation 10)
+    cispo                 -Σ w_t sg(clip(r_t, 1 - low, 1 + high)) A_t p_t / N
+                                                                  (MiniMax-M1, arXiv:2506.13585, equations 4 and 5: the
+                                                                   weight is clipped, no token loses its gradient;
+                                                                   ``clip_low`` 1, the default, is no lower bound)
+    dro                   -Σ w_t (A_t p_t - beta/2 (p_t - q_t)²) / N
+                                                                  (the policy's half of Direct Reward Optimisation,
+                                                                   Richemond et al. 2024, arXiv:2405.19107, token by
+                                                                   token, the value being subtracted in A_t already)
+    custom                 Σ w_t p_t / N                           (w_t = ∂L/∂p_t of a loss L of the caller's own: the
+                                                                   gradient of the parameters is then L's, whatever L)
     kl > 0 adds           +kl Σ w_t (exp(q_t - p_t) - 1 - (q_t - p_t)) / N
                                                                   (the k3 estimate of Schulman 2020, "Approximating KL
-                                                                   Divergence"; importance_sampling and ppo only)
+                                                                   Divergence"; importance_sampling, ppo, cispo)
 
 Metrics: ``kl`` is the k1 estimate mean(q_t - p_t), ``clip_fraction`` the share of tokens whose gradient the clip
-removes, ``ratio_max`` the largest r_t; means are over tokens with w_t ≠ 0.
+removes (cispo: whose ratio it bounds), ``ratio_max`` the largest r_t; means are over tokens with w_t ≠ 0.
 """
 
 from __future__ import annotations
@@ -35,8 +46,13 @@ LOSS_OPTIONS: dict[str, dict[str, float]] = {
     "cross_entropy": {},
     "importance_sampling": {"kl": 0.0},
     "ppo": {"clip_low": 0.2, "clip_high": 0.2, "kl": 0.0},
+    "cispo": {"clip_low": 1.0, "clip_high": 0.2, "kl": 0.0},
+    "dro": {"beta": 0.05},
+    "custom": {},
 }
 """Options of each loss with their defaults."""
+WITHOUT_POLICY = ("cross_entropy", "custom")
+"""Losses that look at neither sampling log-probabilities nor advantages."""
 
 
 def check_loss(loss: str, loss_config: dict[str, float], normalizer: float) -> dict[str, float]:
@@ -76,24 +92,34 @@ def token_loss(
     """The loss summed over tokens (scalar, not yet divided) and per-token sums for the metrics.
 
     Args:
-        logprobs, weights, old, advantages: shape [tokens]; ``old`` and ``advantages`` are not used by cross_entropy.
+        logprobs, weights, old, advantages: shape [tokens]; the losses of WITHOUT_POLICY use the first two.
 
     Returns:
-        The sum, and detached scalars ``kl_sum``, ``clipped``, ``ratio_max`` (absent for cross_entropy).
+        The sum, and detached scalars ``kl_sum``, ``clipped``, ``ratio_max`` (none for WITHOUT_POLICY).
     """
-    if loss == "cross_entropy":
-        return -(weights * logprobs).sum(), {}
+    if loss in WITHOUT_POLICY:
+        total = (weights * logprobs).sum()
+        return (total if loss == "custom" else -total), {}
     assert old is not None
     assert advantages is not None
     ratio = (logprobs - old).exp()
-    objective = ratio * advantages
     clipped = torch.zeros_like(ratio, dtype=torch.bool)
-    if loss == "ppo":
-        bounded = ratio.clamp(1.0 - options["clip_low"], 1.0 + options["clip_high"]) * advantages
-        clipped = bounded.detach() < objective.detach()
-        objective = torch.minimum(objective, bounded)
+    match loss:
+        case "ppo":
+            objective = ratio * advantages
+            bounded = ratio.clamp(1.0 - options["clip_low"], 1.0 + options["clip_high"]) * advantages
+            clipped = bounded.detach() < objective.detach()
+            objective = torch.minimum(objective, bounded)
+        case "cispo":
+            weight = ratio.detach().clamp(1.0 - options["clip_low"], 1.0 + options["clip_high"])
+            clipped = weight != ratio.detach()
+            objective = weight * advantages * logprobs
+        case "dro":
+            objective = advantages * logprobs - 0.5 * options["beta"] * (logprobs - old).square()
+        case _:
+            objective = ratio * advantages
     total = -(weights * objective).sum()
-    if options["kl"] > 0:
+    if options.get("kl", 0.0) > 0:
         gap = old - logprobs
         total = total + options["kl"] * (weights * (gap.exp() - 1.0 - gap)).sum()
     with torch.no_grad():

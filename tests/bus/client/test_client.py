@@ -16,7 +16,7 @@ from openrl_common import streams
 from openrl_common.bus import Bus
 from openrl_common.events import JobAdmitted, JobCancelled, JobEnded, JobFailed, JobFinished, JobReady, JobSubmitted
 from openrl_common.records import JobKind, JobPhase, JobRecord
-from openrl_common.wire import TRAIN_DECODER, AnyTrainRequest, TrainResult
+from openrl_common.wire import TRAIN_DECODER, AnyTrainRequest, ForwardBackward, TrainResult
 
 SPEC = JobSpec(name="j", kind=JobKind.FFT, base_model="/m")
 
@@ -152,6 +152,28 @@ async def test_second_client_goes_on_at_the_next_number(client: Client, far_side
         async with connect(nats_url, "t") as other:
             again = await other.attach("j")
             assert await again.publish_weights() == 4
+
+
+async def test_a_loss_of_ones_own_travels_as_its_derivatives_by_token(client: Client, far_side: Bus) -> None:
+    """R8: the log-probabilities come here, the derivatives go back as the weights of loss ``custom``."""
+    seen: list[AnyTrainRequest] = []
+
+    async def answer(request: AnyTrainRequest) -> None:
+        seen.append(request)
+        result = TrainResult(seq=request.seq, logprobs=[[0.0, -0.5, -2.0]])
+        await far_side.send(request.reply_to, encode(result))
+
+    async with playing(train(far_side, answer)):
+        job = await client.submit(SPEC)
+        data = [Datum(tokens=[1, 2, 3])]
+        pending = await job.forward_backward_custom(data, lambda rows: [[2 * value for value in row] for row in rows])
+        await pending
+        with pytest.raises(Rejected, match="one per token of every datum"):
+            await job.forward_backward_custom(data, lambda rows: [rows[0][:2]])
+    sent = seen[1]
+    assert isinstance(sent, ForwardBackward)
+    assert sent.loss == "custom"
+    assert sent.data[0].weights == [0.0, -1.0, -4.0]
 
 
 async def test_lost_reply_is_found_in_the_results(client: Client, far_side: Bus) -> None:

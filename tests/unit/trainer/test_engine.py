@@ -90,6 +90,8 @@ BAD = [
     ("unknown-loss", lambda good: learn(2, good, loss="dpo")),
     ("bad-datum", lambda good: learn(2, [*good, Datum(tokens=[1, 2, 3], weights=[1.0])])),
     ("bad-datum", lambda good: learn(2, good, loss="ppo")),
+    ("bad-datum", lambda good: learn(2, good, loss="cispo")),
+    ("bad-datum", lambda good: learn(2, [*good, Datum(tokens=[1, 2, 3])], loss="custom")),
     ("bad-datum", lambda good: learn(2, [*good, Datum(tokens=[1, VOCABULARY])])),
     ("bad-datum", lambda good: learn(2, [*good, Datum(tokens=[1])])),
     ("bad-datum", lambda good: learn(2, [])),
