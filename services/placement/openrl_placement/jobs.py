@@ -1,8 +1,8 @@
 """What clients ask: a job submitted, finished, cancelled (01, P12, W4).
 
 A submission is answered once and for all: admitted (its workloads exist and have asked for seats) or failed with a
-code. The same submission again is answered with the same events; an older one than the job of that name changes
-nothing.
+code. The same submission again is answered with the same events; one that the job of that name has replaced changes
+nothing; an older one that nobody has answered yet (its delivery came late) is refused.
 
 Codes of JobFailed here: ``bad-name``, ``bad-spec``, ``model-unreadable``, ``duplicate-name``, ``impossible``.
 """
@@ -19,8 +19,8 @@ from openrl_common.names import SHARED, check_job, check_tenant, workload_id
 from openrl_common.records import JobKind, JobPhase, JobRecord, JobSpec, Role, Shape, WorkloadPhase, WorkloadRecord
 from openrl_placement.endings import close_job, end_if_gone, failed_event, job_ready
 from openrl_placement.estimator import Constants, Model, check_length, check_spec, estimate, max_rank
-from openrl_placement.state import Effects, RuntimeKey, State, job_key
-from openrl_placement.waiting import ask, repeat_request
+from openrl_placement.state import Effects, RuntimeKey, State, job_key, waits
+from openrl_placement.waiting import ask_together, repeat_request
 
 ANSWERED_MAX = 32
 """Submissions of one name whose answer is remembered."""
@@ -65,9 +65,11 @@ def submitted(
         if _complete(state, record):
             _answer_again(state, record, now, fx)
             return fx
-    elif record is not None and _is_past(record, submission):
+    elif record is not None and event.submission in record.replaced and event.submission not in record.refused:
         return fx
-    elif record is not None and (not record.phase.ended or event.submission in record.refused):
+    elif record is not None and (
+        not record.phase.ended or record.incarnation > submission.sequence or event.submission in record.refused
+    ):
         _refuse_name(state, record, event, fx)
         return fx
     try:
@@ -141,16 +143,11 @@ def answered(record: JobRecord, submission: str) -> bool:
     return submission in record.refused or submission in record.replaced
 
 
-def _is_past(record: JobRecord, submission: Submission) -> bool:
-    """Replaced by a later submission of the name; one that was refused is told so again instead."""
-    if submission.event.submission in record.refused:
-        return False
-    return record.incarnation > submission.sequence or submission.event.submission in record.replaced
-
-
 def _refuse_name(state: State, record: JobRecord, event: JobSubmitted, fx: Effects) -> None:
     """The name is in use. Remembered with the job that uses it: told once that it failed, it must never run."""
     what = "is still finishing: submit again in a moment" if record.phase is JobPhase.FINISHING else "is running"
+    if record.phase.ended:
+        what = "was submitted again later, and that one has run"
     if event.submission not in record.refused:
         refused = (*record.refused, event.submission)[-ANSWERED_MAX:]
         state.put_job(msgspec.structs.replace(record, refused=refused))
@@ -233,17 +230,20 @@ def _admit(state: State, submission: Submission, shapes: Estimates, now: float, 
         sampler=workload_id(tenant, runtime, Role.SAMPLER),
         submitted_at=submission.published_at,
     )
-    _put_new(state, record)
     fx.jobs[key] = None
     fx.events.append(_admitted(record))
     if fresh:
         workloads = [_workload(state, submission, tenant, runtime, role, *shapes[role]) for role in Role]
         for workload in workloads:
             state.put_workload(workload)
-            fx.workloads[workload.workload] = None
+        ask_together(state, workloads, now, fx)
+        workloads = state.pair(record)
+        _put_new(state, msgspec.structs.replace(record, workloads=tuple(workloads)))
         for workload in workloads:
-            ask(state, state.workloads[workload.workload], now, fx)
+            if not waits(workload):  # the job's record has it; who waits is found under the workload's own key
+                fx.workloads.pop(workload.workload, None)
         return
+    _put_new(state, record)
     for workload in state.pair(record):
         if key not in workload.jobs:
             state.put_workload(msgspec.structs.replace(workload, jobs=(*workload.jobs, key), idle_since=None))

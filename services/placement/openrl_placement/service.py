@@ -4,8 +4,9 @@
     mirror change ──▶ decide ──▶ the same, from a queue
 
 Decisions are made in the order in which events arrive, without an await in between (JobSubmitted may first wait for its
-model's files). Effects of one record keep the order of their decisions: each waits for those before it (``_Outbox``).
-An effect that could not be carried out is kept and tried with the next ones, so that memory never runs ahead for good.
+model's files; those of one name keep their order). Effects of one record keep the order of their decisions: each waits
+for those before it (``_Outbox``). An effect that could not be carried out is kept and tried with the next ones, so that
+memory never runs ahead for good.
 
 One active replica in this first cut: records are written unconditionally, by this one writer (E4).
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -55,7 +57,6 @@ T = TypeVar("T")
 # What ``core.decide`` and ``jobs`` act on, and nothing else: every message costs the server and this process.
 SUBJECTS = [
     "openrl.ev.client.>",
-    "openrl.ev.ledger.*.seat.*.booked",
     "openrl.ev.ledger.*.seat.*.refused",
     "openrl.ev.ledger.*.seat.*.released",
     "openrl.ev.launcher.*.worker.*.launched",
@@ -139,7 +140,7 @@ class _Outbox:
         self._kept = []
         if not effects:
             return
-        keys = [*effects.workloads, *effects.jobs, *(_record_of(event) for event in effects.events)]
+        keys = {*effects.workloads, *effects.jobs, *(key for event in effects.events for key in _records_of(event))}
         before = {tail for key in keys if (tail := self._tails.get(key)) is not None}
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for key in keys:
@@ -197,10 +198,13 @@ class _Outbox:
             await self._bus.publish(event)
 
 
-def _record_of(event: Event) -> str:
-    """The key of the record that an event speaks of: it must not get ahead of that record's writes."""
+def _records_of(event: Event) -> list[str]:
+    """The keys of the records that an event speaks of: it must not get ahead of their writes."""
     job = getattr(event, "job", None)
-    return event.entity_id if job is None else f"{getattr(event, 'tenant', '')}.{job}"
+    if job is not None:
+        return [f"{getattr(event, 'tenant', '')}.{job}"]
+    beside = getattr(event, "beside", None)
+    return [event.entity_id] if beside is None else [event.entity_id, beside.entity_id]
 
 
 class Placement:
@@ -221,6 +225,7 @@ class Placement:
         self.state = State(fleet, policy)
         self._outbox = _Outbox(bus, self.state)
         self._models = Models()
+        self._names: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._pass = Pass()
         self._mirrors: list[Mirror[Any]] = []
         self._changes: asyncio.Queue[Effects] = asyncio.Queue()
@@ -238,6 +243,9 @@ class Placement:
         for workload in (await store.workloads.list()).values():
             self.state.put_workload(workload.value)
             self._outbox.revisions[id(store.workloads), workload.key] = workload.revision
+        for job in self.state.jobs.values():
+            for admitted in job.workloads:
+                self.state.put_admitted(admitted, job)
         if self.state.fleet.known:
             self.state.sweep_at = time.time() + core.SWEEP_AFTER_S
         self._mirrors += [
@@ -270,17 +278,23 @@ class Placement:
             raise Poison(f"message {delivery.sequence} on {delivery.subject} speaks for {event.subject}")
         if isinstance(event, JobSubmitted):
             submission = jobs.Submission(event, delivery.sequence, delivery.published_at)
-            model: Model | Rejected | None = None
-            if jobs.wants_model(self.state, submission):
-                model = await self._models.read(event.spec.base_model)
-            if model is None and jobs.wants_model(self.state, submission):
-                raise Transient(f"job {event.job}: the name came free meanwhile, deciding again")
-            effects = jobs.submitted(self.state, submission, model, self._constants, time.time())
+            effects = await self._submitted(submission)
         else:
             effects = core.decide(self.state, event, time.time())
         await self._outbox.carry_out(effects)
         if isinstance(event, JobCancelled | JobFinished) and self._came_early(event, delivery):
             raise Transient(f"job {event.job}: its end came before its submission {event.submission}")
+
+    async def _submitted(self, submission: jobs.Submission) -> Effects:
+        """Decide once the model is read. A later submission of the name waits, or it would get the name first."""
+        event = submission.event
+        async with self._names.setdefault(f"{event.tenant}.{event.job}", asyncio.Lock()):
+            model: Model | Rejected | None = None
+            if jobs.wants_model(self.state, submission):
+                model = await self._models.read(event.spec.base_model)
+            if model is None and jobs.wants_model(self.state, submission):
+                raise Transient(f"job {event.job}: the name came free meanwhile, deciding again")
+            return jobs.submitted(self.state, submission, model, self._constants, time.time())
 
     def _came_early(self, event: JobCancelled | JobFinished, delivery: Delivery) -> bool:
         """Is the submission that this ends still under way? Then it must not be acknowledged: memory alone has it."""

@@ -301,6 +301,24 @@ async def test_P12_lora_jobs_share_a_runtime_that_goes_when_idle(tmp_path: Path)
         await system.until(lambda: len(system.free) == 2)
 
 
+async def test_of_two_submissions_of_a_name_the_first_gets_it_however_long_its_model_takes_to_read(
+    system: System,
+) -> None:
+    slow = system.home / "slow"
+    slow.mkdir()
+    os.mkfifo(slow / "config.json")
+    spec = JobSpec(name="a", kind=JobKind.FFT, base_model=str(slow))
+    await system.bus.publish(JobSubmitted(tenant="default", job="a", submission="first", spec=spec))
+    await system.submit("a", submission="second")
+    await system.submit("b")
+    await system.until(lambda: system.of(JobAdmitted, "b"))
+    assert not system.of(JobAdmitted, "a")
+    await asyncio.to_thread((slow / "config.json").write_text, json.dumps(CONFIG))
+    await system.until(lambda: system.of(JobFailed, "a") and system.of(JobAdmitted, "a"))
+    (admitted,), (failed,) = system.of(JobAdmitted, "a"), system.of(JobFailed, "a")
+    assert (admitted.submission, failed.submission, failed.code) == ("first", "second", "duplicate-name")  # type: ignore[union-attr]
+
+
 async def test_bad_input_is_answered_and_garbage_goes_to_the_dead_letters(system: System) -> None:
     good = await system.submit("a")
     await system.submit("a", submission="second")

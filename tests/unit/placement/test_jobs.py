@@ -12,7 +12,6 @@ from openrl_common.events import (
     JobEnded,
     JobFailed,
     JobReady,
-    SeatBooked,
     SeatReleaseRequested,
     SeatRequested,
     WorkerExited,
@@ -93,14 +92,31 @@ def test_a_second_job_of_a_running_name_is_refused_and_leaves_the_first_alone() 
     assert it.state.jobs["default.a"].submission == "one"
 
 
-def test_an_older_submission_than_the_job_of_that_name_changes_nothing() -> None:
+def test_a_submission_that_a_later_job_of_its_name_has_replaced_changes_nothing() -> None:
     it = desk()
-    it.submit("a", submission="new", sequence=9)
-    it.cancel("a", submission="new")
-    it.release_all()
+    for submission, sequence in (("old", 5), ("new", 9)):
+        it.submit("a", submission=submission, sequence=sequence)
+        it.cancel("a", submission=submission)
+        it.release_all()
     before = dict(it.state.jobs)
     assert it.submit("a", submission="old", sequence=5) == []
     assert it.state.jobs == before
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_an_older_submission_that_comes_late_and_was_never_answered_is_refused(ended: bool) -> None:
+    """Its delivery may come again after that of a later one: whoever submitted it must not wait for ever."""
+    it = desk()
+    it.submit("a", submission="new", sequence=9)
+    if ended:
+        it.cancel("a", submission="new")
+        it.release_all()
+    it.take(SeatRequested)
+    (failed,) = it.submit("a", submission="old", sequence=5)
+    assert isinstance(failed, JobFailed)
+    assert (failed.submission, failed.code) == ("old", "duplicate-name")
+    assert it.state.jobs["default.a"].submission == "new"
+    assert it.submit("a", submission="old", sequence=5) == [failed]
 
 
 @pytest.mark.parametrize(
@@ -175,11 +191,7 @@ def test_L4_a_job_cancelled_before_it_was_booked_closes_its_incarnation() -> Non
     releases = it.take(SeatReleaseRequested)
     assert all(each.close and each.assignment == "" and each.incarnation == 5 for each in releases)
     request = it.take(SeatRequested)[0]
-    it.event(
-        SeatBooked(
-            tenant="default", workload=request.workload, incarnation=5, assignment="late", claim="c", founded=True
-        )
-    )
+    it.held(request.workload, 5, "late", "c")
     assert [each.assignment for each in it.take(SeatReleaseRequested)] == ["late"], "a booking in flight is withdrawn"
 
 
