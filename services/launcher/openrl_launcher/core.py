@@ -88,12 +88,16 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Fence, stop, see it gone, say so (L4). Also for an assignment of which nothing ever ran."""
+    """Fence, stop, see it gone, say so (L4). Also for an assignment of which nothing ever ran.
+
+    ``although_held``: its seat is held and cannot be kept, for what it names is lost; otherwise a held seat is spared.
+    """
 
     assignment: str
     workload: str
     claim: str
     why: str
+    although_held: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ class Workers:
         found = await asyncio.to_thread(self._backend.running)
         for assignment, entry in (await self._store.workers.list()).items():
             record = entry.value
-            if record.node != self._node:
+            if not self._is_mine(record):
                 continue
             tracked = self._table[assignment] = Tracked(record, Status.IDLE, devices=self._devices(record.claim))
             process = found.pop(assignment, None)
@@ -128,12 +128,13 @@ class Workers:
                 tracked.status = Status.EXITED
         for assignment, process in found.items():  # started, but the launcher died before it could record it
             seat = await self._store.ledger_seats.get(process.workload) if process.workload else None
+            claim = seat.value.claim if seat is not None and seat.value.assignment == assignment else ""
             record = WorkerRecord(
                 assignment=assignment,
                 workload=process.workload,
                 tenant=_tenant_of(process.workload),
-                claim=seat.value.claim if seat is not None and seat.value.assignment == assignment else "",
-                node=self._node,
+                claim=claim,
+                node=self._node_of(claim),
                 state=WorkerState.RUNNING,
                 launched_at=process.started_at,
             )
@@ -148,7 +149,7 @@ class Workers:
                 workload=action.entry.workload,
                 tenant=action.entry.tenant,
                 claim=action.claim,
-                node=self._node,
+                node=self._node_of(action.claim),
                 state=WorkerState.STOPPING,
             )
             tracked = self._table[action.assignment] = Tracked(record, Status.IDLE)
@@ -165,12 +166,12 @@ class Workers:
                 workload=action.workload,
                 tenant=_tenant_of(action.workload),
                 claim=action.claim,
-                node=self._node,
+                node=self._node_of(action.claim),
                 state=WorkerState.STOPPING,
             )
             tracked = self._table[action.assignment] = Tracked(record, Status.IDLE)
         before, tracked.status = tracked.status, Status.BUSY
-        self._run(tracked, self._stop(tracked, before, action.why))
+        self._run(tracked, self._stop(tracked, before, action.why, although_held=action.although_held))
 
     def note_fence(self, assignment: str, why: str) -> None:
         """The ledger asked for this fence (T3): once the worker is seen gone, WorkerFenced is said too.
@@ -333,9 +334,9 @@ class Workers:
             over = msgspec.structs.replace(entry.value, ready=False)
             await self._store.ready.write(record.assignment, over, last=entry.revision)
 
-    async def _stop(self, tracked: Tracked, before: Status, why: str) -> None:
+    async def _stop(self, tracked: Tracked, before: Status, why: str, *, although_held: bool = False) -> None:
         record = tracked.record
-        seat = await self._store.ledger_seats.get(record.workload)
+        seat = None if although_held else await self._store.ledger_seats.get(record.workload)
         if seat is not None and seat.value.state is SeatState.HELD and seat.value.assignment == record.assignment:
             claim = await self._store.ledger_claims.get(seat.value.claim)
             if claim is not None and record.assignment in claim.value.entries:
@@ -406,6 +407,14 @@ class Workers:
                 log.warning("%s; trying again", error)
                 await asyncio.sleep(_RETRY_S[min(tries, len(_RETRY_S) - 1)])
                 tries += 1
+
+    # --- what a backend of many nodes answers otherwise --------------------------------------------------------------
+
+    def _is_mine(self, record: WorkerRecord) -> bool:
+        return record.node == self._node
+
+    def _node_of(self, claim: str) -> str:
+        return self._node
 
     def _devices(self, claim: str) -> tuple[str, ...]:
         cut = self._claims.cuts.get(claim)
