@@ -57,6 +57,8 @@ class JobSpec(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         name: unique among the tenant's running jobs.
         base_model: path of a Hugging Face model directory that the workers can read.
         dtype: ``auto`` (bfloat16 on GPUs, float32 on CPUs), ``float32`` or ``bfloat16``.
+        float32_masters: full fine-tuning of bfloat16 weights keeps float32 copies and moments of them, 8 bytes a
+            parameter more (LoRA adapters and float32 weights are float32 anyway).
         exclusive: None keeps the default (P7: LoRA runtimes exclusive, FFT workers not).
         priority: higher goes first in the waiting line (W1).
     """
@@ -67,6 +69,7 @@ class JobSpec(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lora: LoraSpec | None = None
     seed: int = 0
     dtype: str = "auto"
+    float32_masters: bool = False
     exclusive: bool | None = None
     priority: int = 0
     tags: dict[str, str] = {}

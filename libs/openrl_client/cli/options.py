@@ -66,6 +66,9 @@ job_options = _stack(
     click.option("--alpha", type=FinitePositive(), help="LoRA alpha. [default: 32]"),
     click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of the job's random numbers. [default: 0]"),
     click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), help="Of the weights. [default: auto]"),
+    click.option(
+        "--float32-masters", is_flag=True, default=None, help="fft in bfloat16: float32 copies of the weights beside."
+    ),
     click.option("--exclusive/--shared", default=None, help="May it share its device? [default: by kind]"),
     click.option(
         "--priority", type=click.IntRange(-1000, 1000), help="Higher goes first in the waiting line. [default: 0]"
@@ -116,7 +119,7 @@ recipe_options = _stack(
     click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Where metrics.jsonl goes."),
 )
 
-_SPEC_FIELDS = ("name", "base_model", "kind", "seed", "dtype", "exclusive", "priority", "engine")
+_SPEC_FIELDS = ("name", "base_model", "kind", "seed", "dtype", "float32_masters", "exclusive", "priority", "engine")
 
 
 def spec_of(parameters: dict[str, Any], file: Path | None = None) -> JobSpec:

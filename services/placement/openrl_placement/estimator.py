@@ -249,12 +249,14 @@ def _trainer_figures(spec: JobSpec, model: Model, constants: Constants) -> dict[
     billionths = model.parameters / GIB
     width = bytes_per_value(spec)
     if spec.kind is JobKind.FFT:
+        masters = 4 if spec.float32_masters and width == 2 else 0
         return {
             "weights": width * billionths,
             "gradients": width * billionths,
-            "moments": 2 * width * billionths,
+            "moments": (2 * width + masters) * billionths,
+            "masters": masters * billionths,
             "constant": constants.trainer_device_gib,
-            "host_weights": (14 if width == 2 else 24) * billionths,
+            "host_weights": ((14 if width == 2 else 24) + 2 * masters) * billionths,
             "host_constant": constants.trainer_host_gib,
         }
     return {

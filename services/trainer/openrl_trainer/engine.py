@@ -19,7 +19,6 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ from openrl_trainer.losses import WITHOUT_POLICY, check_loss, chunked_logprobs, 
 from openrl_trainer.model import BaseModel
 from openrl_trainer.optimizer import Adam
 from openrl_trainer.packing import default_token_budget, pack
-from openrl_trainer.state_file import State, read_state, state_path, write_state
+from openrl_trainer.state_file import OPTIMIZER_SECTIONS, SECTIONS, State, read_state, state_path, write_state
 from openrl_trainer.weights_out import VersionRequest, write_version
 
 _LOGITS_PER_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 26}
@@ -60,6 +59,7 @@ class JobSettings:
     seed: int = 0
     lora: LoraSpec | None = None
     rank_max: int = 0
+    float32_masters: bool = False
 
     @property
     def adapter(self) -> str:
@@ -95,7 +95,7 @@ class TrainEngine:
         if job.lora is not None:
             base.add_adapter(job.adapter, job.lora, seed=job.seed, rank_max=job.rank_max)
         self._parameters = base.trainable(job.adapter)
-        self._adam = Adam(self._parameters)
+        self._adam = Adam(self._parameters, float32_masters=job.float32_masters)
         self._gradients: dict[str, Tensor] = {}
         trained_bytes = sum(p.numel() * p.element_size() for p in self._parameters.values())
         self.token_budget = settings.token_budget or default_token_budget(
@@ -156,8 +156,7 @@ class TrainEngine:
         for parameter in self._parameters.values():
             if parameter.grad is not None:
                 yield parameter.grad
-        for values in self._adam.state().values():
-            yield from values.values()
+        yield from self._adam.tensors()
 
     def _run(self, request: AnyTrainRequest) -> Generator[None, None, Outcome]:
         match request:
@@ -316,13 +315,9 @@ class TrainEngine:
 
     def _save_state(self, request: SaveState) -> TrainResult:
         path = state_path(self._settings.home, self.job.tenant, self.job.job, request.name)
-        state: State = {
-            "parameter": dict[str, Tensor](self._parameters),
-            "gradient": dict(self._gradients),
-            "exp_avg": {},
-            "exp_avg_sq": {},
-            "step": {},
-        }
+        state: State = {section: {} for section in SECTIONS}
+        state["parameter"] = dict[str, Tensor](self._parameters)
+        state["gradient"] = dict(self._gradients)
         for name, values in self._adam.state().items():
             for section, tensor in values.items():
                 state[section][name] = tensor
@@ -336,14 +331,12 @@ class TrainEngine:
             for name, parameter in self._parameters.items():
                 parameter.copy_(state["parameter"][name])
         self._gradients = {name: tensor.to(device) for name, tensor in state["gradient"].items()}
-        moments: dict[str, dict[str, Any]] = {}
-        for name in state["step"]:
-            moments[name] = {
-                "step": state["step"][name],
-                "exp_avg": state["exp_avg"][name].to(device),
-                "exp_avg_sq": state["exp_avg_sq"][name].to(device),
+        self._adam.load(
+            {
+                name: {section: state[section][name] for section in OPTIMIZER_SECTIONS if name in state[section]}
+                for name in state["step"]
             }
-        self._adam.load(moments)
+        )
         return TrainResult(seq=request.seq)
 
 

@@ -208,6 +208,7 @@ class Trainer:
             seed=record.spec.seed,
             lora=lora,
             rank_max=self._context.workload.max_rank,
+            float32_masters=record.spec.float32_masters,
         )
         settings = EngineSettings(
             home=self._context.home,

@@ -23,10 +23,11 @@ from openrl_common.names import check_name
 from openrl_trainer.files import disk_errors, fsync_path
 
 _NAME_CHARACTERS_MAX = 64
-_SECTIONS = ("parameter", "gradient", "exp_avg", "exp_avg_sq", "step")
+OPTIMIZER_SECTIONS = ("exp_avg", "exp_avg_sq", "step", "master")
+SECTIONS = ("parameter", "gradient", *OPTIMIZER_SECTIONS)
 
 State = dict[str, dict[str, Tensor]]
-"""Section → parameter name → tensor; the sections are ``_SECTIONS``."""
+"""Section → parameter name → tensor; the sections are ``SECTIONS``."""
 
 
 def state_path(home: Path, tenant: str, job: str, name: str) -> Path:
@@ -37,14 +38,14 @@ def write_state(path: Path, state: State) -> int:
     """Replace the file at ``path``; returns its size in bytes. Raises Rejected (``disk-full``, ``write-failed``)."""
     tensors = {
         f"{section}/{name}": tensor.detach().contiguous()
-        for section in _SECTIONS
+        for section in SECTIONS
         for name, tensor in state[section].items()
     }
     temporary = path.with_suffix(".writing")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            metadata = {"format": "pt", "sections": json.dumps(_SECTIONS)}
+            metadata = {"format": "pt", "sections": json.dumps(SECTIONS)}
             safetensors.torch.save_file(tensors, temporary, metadata=metadata)
             size_bytes = temporary.stat().st_size
             fsync_path(temporary)
@@ -67,7 +68,7 @@ def read_state(path: Path, parameters: dict[str, Tensor]) -> State:
         tensors = safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise Rejected(f"load_state: {path} cannot be read: {error}", code="bad-state") from error
-    state: State = {section: {} for section in _SECTIONS}
+    state: State = {section: {} for section in SECTIONS}
     for key, tensor in tensors.items():
         section, _, name = key.partition("/")
         if section not in state or name not in parameters:

@@ -169,6 +169,21 @@ def test_a_spec_that_makes_no_sense_is_refused_in_one_line(bad: JobSpec) -> None
     assert "\n" not in str(caught.value)
 
 
+def test_M2_float32_masters_add_8_bytes_a_parameter_to_full_bfloat16_training_only() -> None:
+    def device_gib(**fields: object) -> float:
+        _, figures = estimate(
+            spec(**{"kind": "fft", **fields}),
+            Role.TRAINER,
+            Model(GIB, 1, 1, 1),
+            Constants(),  # type: ignore[arg-type]
+        )
+        return figures["device"]
+
+    assert device_gib(float32_masters=True) - device_gib() == 8
+    for unchanged in ({"dtype": "float32"}, {"kind": "lora"}):
+        assert device_gib(float32_masters=True, **unchanged) == device_gib(**unchanged)
+
+
 def test_P12_ranks_share_a_runtime_of_the_next_larger_maximum() -> None:
     assert [max_rank(spec("lora", lora=LoraSpec(rank=rank))) for rank in (1, 16, 17, 512)] == [16, 16, 32, 512]
     assert max_rank(spec("fft")) == 0

@@ -186,6 +186,58 @@ def test_adamw_honours_every_setting_on_every_step_R9(new_engine: Engines) -> No
         torch.testing.assert_close(parameters(engine)[name].double(), value, rtol=1e-4, atol=1e-6)
 
 
+def test_float32_masters_keep_the_steps_that_bfloat16_loses_R9(
+    new_base: Callable[..., BaseModel], new_engine: Engines
+) -> None:
+    """Against AdamW in float64 on the same gradients; the parameter is the rounded master, and moves in the end."""
+    plain = new_engine(base=new_base(dtype="bfloat16"))
+    engine = new_engine(base=new_base(dtype="bfloat16"), float32_masters=True)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    value = parameters(engine)[name].double()
+    first, second = torch.zeros_like(value), torch.zeros_like(value)
+    started = parameters(engine)
+    rate = 2e-5  # far below half a unit of most bfloat16 weights, forty of them are not
+    for count in range(1, 41):
+        for each in (plain, engine):
+            each.apply(learn(2 * count - 1, random_data(3)))
+        gradient = gradients(engine)[name].double()
+        for each in (plain, engine):
+            assert each.apply(step(2 * count, rate, grad_clip=0.0, eps=1e-6)).result.error is None
+        first, second = 0.9 * first + 0.1 * gradient, 0.95 * second + 0.05 * gradient**2
+        value = value - rate / (1 - 0.9**count) * first / ((second / (1 - 0.95**count)).sqrt() + 1e-6)
+    master = engine._adam.state()[name]["master"]
+    torch.testing.assert_close(master.double(), value, rtol=1e-6, atol=1e-7)
+    assert torch.equal(parameters(engine)[name], master.bfloat16())
+
+    def moved(one: TrainEngine) -> float:
+        now = parameters(one)
+        return float(torch.cat([(now[key] != started[key]).flatten().float() for key in now]).mean())
+
+    assert moved(engine) > 2 * moved(plain)
+
+
+def test_float32_masters_survive_save_and_load_and_a_job_without_them_R9(
+    new_base: Callable[..., BaseModel], new_engine: Engines
+) -> None:
+    engine, again, without = (
+        new_engine(base=new_base(dtype="bfloat16"), float32_masters=masters) for masters in (True, True, False)
+    )
+    assert without.apply(LoadState(seq=1, incarnation=7, name="none")).result.error is not None
+    for turn in range(2):
+        engine.apply(learn(2 * turn + 1, random_data(turn)))
+        engine.apply(step(2 * turn + 2, 1e-4))
+    assert engine.apply(SaveState(seq=5, incarnation=7, name="s")).result.error is None
+    for other in (again, without):
+        assert other.apply(LoadState(seq=5, incarnation=7, name="s")).result.error is None
+    for each in (engine, again, without):
+        each.apply(learn(6, random_data(7)))
+        assert each.apply(step(7, 1e-4)).result.error is None
+    assert same(parameters(engine), parameters(again))
+    for name, values in engine._adam.state().items():
+        assert same(values, again._adam.state()[name])
+    assert without._adam.state()[name]["exp_avg"].dtype is torch.bfloat16
+
+
 def test_adapters_on_one_base_are_isolated_bit_for_bit_R9_R10(
     new_base: Callable[..., BaseModel], new_engine: Engines
 ) -> None:
