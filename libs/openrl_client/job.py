@@ -168,11 +168,12 @@ class Job:
     async def progress(self) -> Progress:
         workloads = self.client.bus.store.workloads
         record = await self.refresh()
+        admitted = {each.workload: each for each in record.workloads}
         trainer, sampler = (await workloads.get(record.trainer), await workloads.get(record.sampler))
         return Progress(
             job=record,
-            trainer=None if trainer is None else trainer.value,
-            sampler=None if sampler is None else sampler.value,
+            trainer=admitted.get(record.trainer) if trainer is None else trainer.value,
+            sampler=admitted.get(record.sampler) if sampler is None else sampler.value,
         )
 
     async def ended_error(self) -> Exception | None:

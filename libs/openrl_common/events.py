@@ -123,6 +123,7 @@ class SeatRequested(_SeatEvent, frozen=True, kw_only=True, tag="seat.requested.v
     """Book one seat: try ``candidates`` in order, found an own claim when none accepts and ``may_found`` (P11).
 
     ``move_from`` names the assignment on the workload's own pending claim that a booking elsewhere replaces (L5).
+    ``beside`` is the first request of the same job's other workload: one message for both, answered one by one.
     """
 
     SOURCE: ClassVar[str] = "placement"
@@ -137,6 +138,7 @@ class SeatRequested(_SeatEvent, frozen=True, kw_only=True, tag="seat.requested.v
     tiers: tuple[Tier, ...]
     order: tuple[int, int] = (0, 0)
     move_from: str = ""
+    beside: SeatRequested | None = None
 
 
 class SeatReleaseRequested(_SeatEvent, frozen=True, kw_only=True, tag="seat.release-requested.v1"):

@@ -105,6 +105,8 @@ class JobRecord(Record, frozen=True, kw_only=True):
         outcome: how it is to end once its workloads are gone (phase FINISHING).
         refused: the last submissions that were refused because the name was in use; replaced: the last that stood here
             before. Both are answered for good: a late duplicate must not run them once the name is free.
+        workloads: what was made for this job, as it was admitted: one write for all of it. A workload's own key, once
+            written, is newer.
     """
 
     tenant: str
@@ -125,6 +127,7 @@ class JobRecord(Record, frozen=True, kw_only=True):
     ended_at: float | None = None
     refused: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
+    workloads: tuple[WorkloadRecord, ...] = ()
 
 
 class WorkloadPhase(StrEnum):

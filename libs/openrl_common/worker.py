@@ -32,9 +32,7 @@ from openrl_common.turns import Move, Turns, TurnStopped
 
 log = logging.getLogger(__name__)
 
-LEASE_S = 10.0
-"""A worker that could not renew for this long must not touch the device until it has renewed again."""
-RENEW_S = 2.0
+_RECORD_S = 5.0
 
 WORKLOAD = settings.setting("--workload", required=True, help="The workload this process is (set by the launcher).")
 ASSIGNMENT = settings.setting("--assignment", required=True, help="The seat it was started for (set by the launcher).")
@@ -146,9 +144,19 @@ def run_worker(service: str, config: WorkerSettings, main: WorkerMain) -> NoRetu
 
 
 async def _work(context: ServiceContext, config: WorkerSettings, main: WorkerMain) -> None:
+async def _record(store: Store, workload: str) -> WorkloadRecord | None:
+    """A worker on a seat that was booked at once can be here before placement has written that it is placed."""
+    deadline = time.monotonic() + _RECORD_S
+    while True:
+        entry = await store.workloads.get(workload)
+        if entry is not None or time.monotonic() >= deadline:
+            return None if entry is None else entry.value
+        await asyncio.sleep(0.1)
+
+
     store = context.bus.store
-    entry = await store.workloads.get(config.workload)
-    if entry is None:
+    workload = await _record(store, config.workload)
+    if workload is None:
         raise Rejected(
             f"workload {config.workload!r} has no record: it was withdrawn, or --nats-url is another system's"
         )
@@ -156,7 +164,7 @@ async def _work(context: ServiceContext, config: WorkerSettings, main: WorkerMai
         service=context,
         bus=context.bus,
         store=store,
-        workload=entry.value,
+        workload=workload,
         assignment=config.assignment,
         node=config.node,
         home=config.home,

@@ -12,6 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from openrl_common.events import (
     ClaimAllocated,
     ClaimFreed,
@@ -110,14 +112,16 @@ class Control:
 
     def _hold_samplers(self, effects: Effects) -> None:
         """What if: the first request of a sampler is made later, on a view that knows where its trainer sits."""
-        held = [
-            event
-            for event in effects.events
-            if isinstance(event, SeatRequested) and event.shape.role is Role.SAMPLER and event.attempt == 1
-        ]
-        effects.events = [event for event in effects.events if event not in held]
-        for event in held:
-            self.agenda.after(self._sampler_asks_after_s, self._ask_again, event.workload)
+        sent: list[Event] = []
+        for event in effects.events:
+            if isinstance(event, SeatRequested) and event.beside is not None:
+                self.agenda.after(self._sampler_asks_after_s, self._ask_again, event.beside.workload)
+                event = msgspec.structs.replace(event, beside=None)
+            elif isinstance(event, SeatRequested) and event.shape.role is Role.SAMPLER and event.attempt == 1:
+                self.agenda.after(self._sampler_asks_after_s, self._ask_again, event.workload)
+                continue
+            sent.append(event)
+        effects.events = sent
 
     def _ask_again(self, workload: str) -> None:
         record = self.state.workloads[workload]

@@ -22,7 +22,6 @@ from openrl_common.events import (
     ClaimFreed,
     JobCancelled,
     JobFinished,
-    SeatBooked,
     SeatRefused,
     SeatReleased,
     SeatReleaseRequested,
@@ -45,7 +44,7 @@ from openrl_common.records import (
 )
 from openrl_placement.endings import end_if_gone, fail_workload, gone, job_ready
 from openrl_placement.jobs import closed
-from openrl_placement.state import Effects, State, alive, ended, need, placed, with_reason, without_reason
+from openrl_placement.state import Effects, State, alive, ended, need, placed, waits, with_reason, without_reason
 from openrl_placement.waiting import ask, join_line, note_refusals, settle, wake_claim, wake_seatless
 
 SWEEP_AFTER_S = 5.0
@@ -58,8 +57,6 @@ def decide(state: State, event: AnyEvent, now: float) -> Effects:
     match event:
         case JobFinished() | JobCancelled():
             return closed(state, event, now)
-        case SeatBooked():
-            _booked_event(state, event, now, fx)
         case SeatRefused():
             _refused(state, event, now, fx)
         case SeatReleased():
@@ -76,25 +73,23 @@ def decide(state: State, event: AnyEvent, now: float) -> Effects:
 # --- seats ------------------------------------------------------------------------------------------------------
 
 
-def _booked_event(state: State, event: SeatBooked, now: float, fx: Effects) -> None:
-    record = state.workloads.get(event.workload)
-    if record is None or record.incarnation < event.incarnation or state.was_released(event.assignment):
+def _seat_held(state: State, record: WorkloadRecord, seat: SeatRecord, now: float, fx: Effects) -> None:
+    if record.incarnation < seat.incarnation or state.was_released(seat.assignment):
         return
-    if not alive(record) or record.incarnation > event.incarnation:
-        _withdraw(state, record, event, fx)
-        return
-    if event.assignment != record.assignment and event.attempt < record.attempt and record.assignment:
-        return  # a late duplicate of a booking that a move has replaced
-    booked(state, record, event.assignment, event.claim, now, fx)
+    if not alive(record) or record.incarnation > seat.incarnation:
+        _withdraw(state, record, seat, fx)
+    elif seat.assignment != record.assignment:
+        booked(state, record, seat.assignment, seat.claim, now, fx)
 
 
 def booked(state: State, record: WorkloadRecord, assignment: str, claim: str, now: float, fx: Effects) -> None:
-    """The ledger named a seat. On an allocated claim the workload is placed; on a founded one it is pending."""
-    if record.assignment == assignment:
-        fx.workloads[record.workload] = None
-        settle(state, record.workload, now, fx, booked=claim)
-        return
+    """The ledger named a seat. On an allocated claim the workload is placed; on a founded one it is pending.
+
+    A pending one is not written: the seat says it all after a restart, and its allocation follows at once or gives it
+    a reason to wait.
+    """
     state.note_released(record.assignment)
+    waited = waits(record)
     state.refused_at.pop(record.workload, None)
     claim_record = state.fleet.claims.get(claim)
     record = msgspec.structs.replace(record, assignment=assignment, claim=claim, node="")
@@ -103,7 +98,8 @@ def booked(state: State, record: WorkloadRecord, assignment: str, claim: str, no
     else:
         record = msgspec.structs.replace(record, phase=WorkloadPhase.PENDING)
     state.put_workload(record)
-    fx.workloads[record.workload] = None
+    if waited or placed(record):
+        fx.workloads[record.workload] = None
     settle(state, record.workload, now, fx, booked=claim)
     for event in state.take_early(assignment):
         fx.add(decide(state, event, now))
@@ -117,21 +113,21 @@ def _as_placed(record: WorkloadRecord, node: str, now: float) -> WorkloadRecord:
     )
 
 
-def _withdraw(state: State, record: WorkloadRecord, event: SeatBooked, fx: Effects) -> None:
+def _withdraw(state: State, record: WorkloadRecord, seat: SeatRecord, fx: Effects) -> None:
     """A booking for something that is over: say again that it is to be released."""
     fx.events.append(
         SeatReleaseRequested(
-            tenant=event.tenant,
-            workload=event.workload,
-            incarnation=event.incarnation,
-            assignment=event.assignment,
+            tenant=record.tenant,
+            workload=record.workload,
+            incarnation=seat.incarnation,
+            assignment=seat.assignment,
             close=True,
             attempt=record.attempt,
             why="the workload is over",
         )
     )
     if record.phase is WorkloadPhase.RELEASING and not record.assignment:
-        state.put_workload(msgspec.structs.replace(record, assignment=event.assignment, claim=event.claim))
+        state.put_workload(msgspec.structs.replace(record, assignment=seat.assignment, claim=seat.claim))
         fx.workloads[record.workload] = None
 
 
@@ -269,14 +265,21 @@ def _exit_message(state: State, event: WorkerExited) -> str:
 
 
 def seat_changed(state: State, workload: str, seat: SeatRecord | None, now: float) -> Effects:
-    """``seat.<workload>``: a releasing workload is gone once its incarnation is closed and the seat is empty (E5)."""
+    """``seat.<workload>``: a booking, or the end of a releasing workload, once its incarnation is closed (E5).
+
+    The bucket is the truth and arrives before SeatBooked does: that event is for launchers and people.
+    """
     fx = Effects()
     if seat is None:
         state.seats.pop(workload, None)
         return fx
     state.seats[workload] = seat
     record = state.workloads.get(workload)
-    if record is not None and record.phase is WorkloadPhase.RELEASING and seat_is_over(seat, record):
+    if record is None:
+        return fx
+    if seat.state is SeatState.HELD:
+        _seat_held(state, record, seat, now, fx)
+    elif record.phase is WorkloadPhase.RELEASING and seat_is_over(seat, record):
         gone(state, record, now, fx)
     return fx
 

@@ -129,7 +129,7 @@ def job_ready(state: State, record: WorkloadRecord, now: float, fx: Effects) -> 
     for job in list(state.jobs_of(record)):
         pair = state.pair(job)
         if job.phase is JobPhase.ADMITTED and len(pair) == 2 and all(w.phase is WorkloadPhase.READY for w in pair):
-            job = msgspec.structs.replace(job, phase=JobPhase.READY, ready_at=now)
+            job = msgspec.structs.replace(job, phase=JobPhase.READY, ready_at=now, workloads=())
             state.put_job(job)
             fx.jobs[job_key(job)] = None
             fx.events.append(

@@ -20,7 +20,7 @@ from openrl_common.records import JobKind, JobPhase, JobRecord, JobSpec, Role, S
 from openrl_placement.endings import close_job, end_if_gone, failed_event, job_ready
 from openrl_placement.estimator import Constants, Model, check_length, check_spec, estimate, max_rank
 from openrl_placement.state import Effects, RuntimeKey, State, job_key, waits
-from openrl_placement.waiting import ask_together, repeat_request
+from openrl_placement.waiting import ask, repeat_request, send_together
 
 ANSWERED_MAX = 32
 """Submissions of one name whose answer is remembered."""
@@ -136,6 +136,7 @@ def _answer_again(state: State, record: JobRecord, now: float, fx: Effects) -> N
     for workload in state.pair(record):
         if workload.phase is WorkloadPhase.SUBMITTED and workload.attempt > 0:
             repeat_request(state, workload, now, fx)
+    send_together(state.pair(record), fx)
 
 
 def answered(record: JobRecord, submission: str) -> bool:
@@ -236,8 +237,10 @@ def _admit(state: State, submission: Submission, shapes: Estimates, now: float, 
         workloads = [_workload(state, submission, tenant, runtime, role, *shapes[role]) for role in Role]
         for workload in workloads:
             state.put_workload(workload)
-        ask_together(state, workloads, now, fx)
+        for workload in workloads:
+            ask(state, workload, now, fx)
         workloads = state.pair(record)
+        send_together(workloads, fx)
         _put_new(state, msgspec.structs.replace(record, workloads=tuple(workloads)))
         for workload in workloads:
             if not waits(workload):  # the job's record has it; who waits is found under the workload's own key

@@ -127,6 +127,12 @@ class State:
         self.workloads[record.workload] = record
         self._index(record)
 
+    def put_admitted(self, record: WorkloadRecord, job: JobRecord) -> None:
+        """After a restart: a workload that only its job's record has yet."""
+        standing = self.workloads.get(record.workload)
+        if not job.phase.ended and (standing is None or standing.incarnation < record.incarnation):
+            self.put_workload(record)
+
     def forget_job(self, key: str) -> None:
         record = self.jobs.pop(key, None)
         if record is not None and record.ended_at is not None:

@@ -42,6 +42,16 @@ def ask(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
         join_line(state, record, now, fx)
 
 
+def send_together(records: list[WorkloadRecord], fx: Effects) -> None:
+    """The first requests of one job's workloads go in one message, when both of them ask at once."""
+    names = [record.workload for record in records]
+    asked = [event for event in fx.events if isinstance(event, SeatRequested) and event.workload in names]
+    if len(asked) == 2:
+        first, second = asked
+        fx.events[fx.events.index(first)] = msgspec.structs.replace(first, beside=second)
+        fx.events.remove(second)
+
+
 def join_line(state: State, record: WorkloadRecord, now: float, fx: Effects, *, cause: str = "") -> None:
     """Put a workload in the line with its reason, or bring the reason of one that stands there up to date (W4, W5)."""
     wanted = need(record, now)

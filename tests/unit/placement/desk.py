@@ -12,7 +12,6 @@ from openrl_common.events import (
     JobCancelled,
     JobFinished,
     JobSubmitted,
-    SeatBooked,
     SeatReleased,
     SeatReleaseRequested,
     SeatRequested,
@@ -95,7 +94,10 @@ class Desk:
         self._assignments = 0
 
     def apply(self, effects: Effects) -> list[Event]:
-        self.events.extend(effects.events)
+        for event in effects.events:
+            self.events.append(event)
+            if isinstance(event, SeatRequested) and event.beside is not None:
+                self.events.append(event.beside)
         self.written.extend([*effects.workloads, *effects.jobs])
         return effects.events
 
@@ -167,6 +169,13 @@ class Desk:
     def workload(self, workload: str) -> WorkloadRecord:
         return self.state.workloads[workload]
 
+    def held(self, workload: str, incarnation: int, assignment: str, claim: str, attempt: int = 1) -> list[Event]:
+        """What the ledger's bucket says of a workload's seat."""
+        seat = SeatRecord(
+            state=SeatState.HELD, incarnation=incarnation, assignment=assignment, claim=claim, attempt=attempt
+        )
+        return self.apply(core.seat_changed(self.state, workload, seat, self.now))
+
     def book(self, request: SeatRequested, claim: str = "", *, allocate: bool = True) -> str:
         """Answer a request: a seat on ``claim``, or on a claim founded for it (named after its workload)."""
         self._assignments += 1
@@ -181,19 +190,9 @@ class Desk:
             gib=request.shape.device_bytes / GIB,
             exclusive=request.shape.exclusive,
         )
-        seat = SeatRecord(
-            state=SeatState.HELD, incarnation=request.incarnation, assignment=assignment, claim=claim,
-            attempt=request.attempt,
-        )  # fmt: skip
         if founded:
             self.claim(claim, ClaimRecord(state=ClaimState.PENDING, entries=entries, tiers=request.tiers))
-        self.apply(core.seat_changed(self.state, request.workload, seat, self.now))
-        self.event(
-            SeatBooked(
-                tenant=request.tenant, workload=request.workload, incarnation=request.incarnation,
-                assignment=assignment, claim=claim, founded=founded, attempt=request.attempt,
-            )
-        )  # fmt: skip
+        self.held(request.workload, request.incarnation, assignment, claim, request.attempt)
         if not founded or allocate:
             self.claim(claim, allocated(entries))
         return assignment

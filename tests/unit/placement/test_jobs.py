@@ -40,7 +40,23 @@ def test_an_fft_job_gets_two_workloads_that_ask_for_seats() -> None:
     requests = it.take(SeatRequested)
     assert [request.workload for request in requests] == [TRAINER, SAMPLER]
     assert all(request.may_found and request.order == (0, 7) and request.attempt == 1 for request in requests)
-    assert {*it.written} == {"default.a", TRAINER, SAMPLER}
+    assert it.written == ["default.a"], "one write has the job and what was made for it"
+    assert [each.workload for each in it.state.jobs["default.a"].workloads] == [TRAINER, SAMPLER]
+
+
+def test_E6_after_a_restart_what_was_admitted_is_found_in_the_jobs_record() -> None:
+    it = desk()
+    it.submit("a", sequence=7)
+    admitted = it.state.jobs["default.a"]
+    again = desk()
+    again.state.put_job(admitted)
+    for workload in admitted.workloads:
+        again.state.put_admitted(workload, admitted)
+    assert again.workload(TRAINER) == it.workload(TRAINER)
+    newer = msgspec.structs.replace(it.workload(TRAINER), phase=WorkloadPhase.PLACED)
+    again.state.put_workload(newer)
+    again.state.put_admitted(admitted.workloads[0], admitted)
+    assert again.workload(TRAINER) == newer, "the workload's own key is newer"
 
 
 def test_a_job_is_ready_once_both_of_its_workers_are() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from openrl_common.events import (
     JobEnded,
     JobFailed,
-    SeatBooked,
     SeatRefused,
     SeatReleased,
     SeatReleaseRequested,
@@ -329,12 +328,7 @@ def test_E6_late_duplicates_of_bookings_and_releases_change_nothing() -> None:
     (move,) = it.take(SeatRequested)
     it.book(move, "c-" + trainer("first"))
     moved = it.workload(sampler("a"))
-    it.event(
-        SeatBooked(
-            tenant="default", workload=old.workload, incarnation=old.incarnation, assignment=old.assignment,
-            claim=old.claim, founded=True, attempt=1,
-        )
-    )  # fmt: skip
+    it.held(old.workload, old.incarnation, old.assignment, old.claim)
     it.event(
         SeatReleased(
             tenant="default", workload=old.workload, incarnation=old.incarnation, assignment=old.assignment,
@@ -386,17 +380,13 @@ def test_a_predecessor_is_waited_for_and_its_release_ends_the_wait() -> None:
 # --- what events failed to deliver ------------------------------------------------------------------------------
 
 
-def test_E5_a_booking_that_no_event_told_is_found_in_the_ledger_on_the_second_look() -> None:
+def test_E5_a_booking_is_taken_from_the_ledgers_bucket() -> None:
     it = Desk()
     it.node(node())
     it.submit("a")
     (request, _) = it.take(SeatRequested)
-    seat = SeatRecord(state=SeatState.HELD, incarnation=request.incarnation, assignment="a9", claim="c9", attempt=1)
-    it.apply(core.seat_changed(it.state, request.workload, seat, it.now))
+    it.held(request.workload, request.incarnation, "a9", "c9")
     it.claim("c9", allocated({"a9": entry(request.workload)}))
-    it.repair(1)
-    assert it.workload(request.workload).assignment == ""
-    it.repair(1)
     assert (it.workload(request.workload).assignment, it.workload(request.workload).phase) == (
         "a9",
         WorkloadPhase.PLACED,

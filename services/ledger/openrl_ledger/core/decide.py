@@ -22,6 +22,8 @@ def decide(event: Event, environment: Environment) -> Steps[None]:
     match event:
         case SeatRequested():
             yield from booking.book(event, environment)
+            if event.beside is not None:
+                yield from booking.book(event.beside, environment)
         case SeatReleaseRequested():
             yield from releasing.request_release(
                 event.workload, event.tenant, event.incarnation, event.assignment, close=event.close
