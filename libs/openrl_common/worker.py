@@ -33,6 +33,9 @@ from openrl_common.turns import Move, Turns, TurnStopped
 log = logging.getLogger(__name__)
 
 _RECORD_S = 5.0
+LEASE_S = 10.0
+"""A worker that could not renew for this long must not touch the device until it has renewed again."""
+RENEW_S = 2.0
 
 WORKLOAD = settings.setting("--workload", required=True, help="The workload this process is (set by the launcher).")
 ASSIGNMENT = settings.setting("--assignment", required=True, help="The seat it was started for (set by the launcher).")
@@ -143,7 +146,6 @@ def run_worker(service: str, config: WorkerSettings, main: WorkerMain) -> NoRetu
     os._exit(code)
 
 
-async def _work(context: ServiceContext, config: WorkerSettings, main: WorkerMain) -> None:
 async def _record(store: Store, workload: str) -> WorkloadRecord | None:
     """A worker on a seat that was booked at once can be here before placement has written that it is placed."""
     deadline = time.monotonic() + _RECORD_S
@@ -154,6 +156,7 @@ async def _record(store: Store, workload: str) -> WorkloadRecord | None:
         await asyncio.sleep(0.1)
 
 
+async def _work(context: ServiceContext, config: WorkerSettings, main: WorkerMain) -> None:
     store = context.bus.store
     workload = await _record(store, config.workload)
     if workload is None:
