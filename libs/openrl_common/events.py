@@ -385,9 +385,43 @@ class NodeJoined(_NodeEvent, frozen=True, kw_only=True, tag="node.joined.v1"):
     record: NodeRecord
 
 
-class NodeLost(_NodeEvent, frozen=True, kw_only=True, tag="node.lost.v1"):
-    FACT: ClassVar[str] = "lost"
+class NodeChanged(_NodeEvent, frozen=True, kw_only=True, tag="node.changed.v1"):
+    """Its inventory is another one now."""
+
+    FACT: ClassVar[str] = "changed"
+    IDENTITY: ClassVar[tuple[str, ...]] = ("node", "session", "beat")
+    record: NodeRecord
+    beat: int
+
+
+class _NodeVerdict(Event, frozen=True, kw_only=True):
+    """Said by the ledger: a dead node says nothing (F3). ``since``: when it was decided."""
+
+    SOURCE: ClassVar[str] = "ledger"
+    ENTITY: ClassVar[str] = "node"
+    KEY: ClassVar[str] = "node"
+    IDENTITY: ClassVar[tuple[str, ...]] = ("node", "since")
+    node: str
+    since: float
     why: str = ""
+
+
+class NodeSuspect(_NodeVerdict, frozen=True, kw_only=True, tag="node.suspect.v1"):
+    """It missed heartbeats: no new joins."""
+
+    FACT: ClassVar[str] = "suspect"
+
+
+class NodeLost(_NodeVerdict, frozen=True, kw_only=True, tag="node.lost.v1"):
+    """Its workers' leases have lapsed too: their seats are released."""
+
+    FACT: ClassVar[str] = "lost"
+
+
+class NodeRecovered(_NodeVerdict, frozen=True, kw_only=True, tag="node.recovered.v1"):
+    """It beats again. A launcher whose node had been lost also says NodeJoined."""
+
+    FACT: ClassVar[str] = "recovered"
 
 
 # --- trainer and sampler ----------------------------------------------------------------------------------------
@@ -456,7 +490,10 @@ AnyEvent = (
     | WorkerGone
     | WorkerFenced
     | NodeJoined
+    | NodeChanged
+    | NodeSuspect
     | NodeLost
+    | NodeRecovered
     | WeightsReady
     | WeightsApplied
     | WeightsRejected

@@ -320,10 +320,32 @@ class NodeEntry(Record, frozen=True, kw_only=True):
     host_bytes: int
 
 
+class Standing(StrEnum):
+    """What the ledger thinks of a node (B5, F3)."""
+
+    LIVE = "live"
+    SUSPECT = "suspect"
+    LOST = "lost"
+
+
 class NodeBudget(Record, frozen=True, kw_only=True):
-    """Key ``node.<node>`` in openrl_ledger: host memory reserved per assignment (P6)."""
+    """Key ``node.<node>`` in openrl_ledger: host memory reserved per assignment (P6), and the node's standing.
+
+    Both in one key, so that the write that reserves is a compare-and-swap on the standing too: nobody joins a node that
+    has just become suspect (F3). ``since`` and ``why`` tell of the standing.
+    """
 
     entries: dict[str, NodeEntry] = {}
+    standing: Standing = Standing.LIVE
+    since: float = 0.0
+    why: str = ""
+
+
+class DutyRecord(Record, frozen=True, kw_only=True):
+    """Key ``duty.<name>``: which replica does it now (``liveness.Duty``); ``holder`` empty = handed back."""
+
+    holder: str = ""
+    renewals: int = 0
 
 
 # --- the arbiter's bucket: openrl_turns (03, T1-T6) --------------------------------------------------------------
@@ -378,7 +400,9 @@ class Device(Record, frozen=True, kw_only=True):
 class NodeRecord(Record, frozen=True, kw_only=True):
     """Key ``<node>`` in openrl_nodes. ``host_allocatable_bytes`` 0 = unknown (P6 then skips the check and says so).
 
-    ``roles`` empty = both roles (P1). ``beat`` rises with every heartbeat (B5).
+    ``roles`` empty = both roles (P1). ``beat`` rises with every heartbeat (B5); 0 = nobody beats for it, so nobody
+    judges it by its silence. ``host`` and ``session`` say whose beat it is: the machine and home, and the start of that
+    launcher. ``suspect`` and ``lost`` are what a launcher itself reports of a node (a cluster's NotReady).
     """
 
     node: str
@@ -390,6 +414,8 @@ class NodeRecord(Record, frozen=True, kw_only=True):
     complete: bool = True
     declared: bool = False
     beat: int = 0
+    host: str = ""
+    session: str = ""
     suspect: bool = False
     lost: bool = False
 

@@ -311,6 +311,7 @@ class Store:
         self.nodes = view("openrl_nodes", "", records.NodeRecord)
         self.cuts = view("openrl_claims", "claim.", records.CutRecord)
         self.devices = view("openrl_claims", "dev.", records.DeviceHold)
+        self.duties = view("openrl_ledger", "duty.", records.DutyRecord)
         self.workers = view("openrl_workers", "", records.WorkerRecord)
         self.leases = view("openrl_leases", "lease.", records.LeaseRecord)
         self.ready = view("openrl_ready", "", records.ReadyRecord)

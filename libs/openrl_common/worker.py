@@ -25,6 +25,7 @@ from openrl_common import settings
 from openrl_common.bus import Bus
 from openrl_common.errors import Conflict, Rejected, Transient
 from openrl_common.health import check
+from openrl_common.liveness import LEASE_S, RENEW_S
 from openrl_common.records import LeaseRecord, LeaseState, Phase, ReadyRecord, WorkloadRecord
 from openrl_common.service import SERVICE_SETTINGS, ServiceContext, ServiceSettings, run
 from openrl_common.store import Store
@@ -33,9 +34,6 @@ from openrl_common.turns import Move, Turns, TurnStopped
 log = logging.getLogger(__name__)
 
 _RECORD_S = 5.0
-LEASE_S = 10.0
-"""A worker that could not renew for this long must not touch the device until it has renewed again."""
-RENEW_S = 2.0
 
 WORKLOAD = settings.setting("--workload", required=True, help="The workload this process is (set by the launcher).")
 ASSIGNMENT = settings.setting("--assignment", required=True, help="The seat it was started for (set by the launcher).")
@@ -243,6 +241,7 @@ async def _renew(worker: WorkerContext, revision: int) -> None:
         await asyncio.sleep(RENEW_S)
         renewals += 1
         record = LeaseRecord(state=LeaseState.LIVE, holder=f"{worker.node}:{os.getpid()}", renewals=renewals)
+        sent_at = time.monotonic()
         try:
             revision = await worker.store.leases.write(worker.assignment, record, last=revision)
         except Conflict:
@@ -251,4 +250,4 @@ async def _renew(worker: WorkerContext, revision: int) -> None:
         except Transient as error:
             log.warning("lease not renewed: %s", error)
             continue
-        worker.renewed_at = time.monotonic()
+        worker.renewed_at = sent_at  # not when the answer came: whoever judges the lease saw the write before that

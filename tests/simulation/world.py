@@ -18,8 +18,10 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 import openrl_common.bus
+import openrl_common.duty
 import openrl_common.worker
 import openrl_launcher.service
+import openrl_ledger.nodes_service
 import openrl_placement.service
 from openrl_common import service
 from openrl_common.errors import OpenRLError, Transient
@@ -32,6 +34,7 @@ from openrl_common.service import ServiceContext
 from openrl_launcher.__main__ import _body as launcher_body
 from openrl_launcher.service import Launcher
 from openrl_launcher.settings import LauncherSettings
+from openrl_ledger.core.nodes import NodePolicy
 from openrl_ledger.service import LedgerSettings
 from openrl_ledger.service import serve as serve_ledger
 from openrl_placement.estimator import Model
@@ -54,6 +57,10 @@ _BASE: dict[str, Any] = {
     "nats_url": "memory", "home": Path("home"), "log_level": "error", "log_format": "json", "health_host": "",
     "health_port": 0,
 }  # fmt: skip
+
+
+# Three missed beats, which are longer here (``hurried``).
+_NODE_POLICY = NodePolicy(suspect_after_s=65.0, watch_after_s=45.0)
 
 
 class Violated(Exception):
@@ -214,7 +221,8 @@ class World:
             plan = self.plan
             if name.startswith("ledger"):
                 await serve_ledger(
-                    context, LedgerSettings(**_BASE, max_seats_per_claim=plan.limit, janitor_every_s=3.0)
+                    context,
+                    LedgerSettings(**_BASE, max_seats_per_claim=plan.limit, janitor_every_s=3.0, nodes=_NODE_POLICY),
                 )
             elif name == "placement":
                 await serve_placement(context, self._placement_settings())
@@ -486,6 +494,8 @@ def hurried() -> Iterator[None]:
         (openrl_placement.service, "_stamp", lambda directory: 0.0),
         (openrl_placement.service, "_EARLY_END_S", 40.0),
     ]
+        (openrl_ledger.nodes_service, "LOOK_S", 5.0),
+        (openrl_common.duty, "DUTY_RENEW_S", 5.0),
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     try:
         for owner, name, new in replaced:

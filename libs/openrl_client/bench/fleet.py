@@ -143,7 +143,6 @@ class Fleet:
                     devices=tuple(Device(device=device, memory_bytes=memory) for _, device, memory in devices[name]),
                     host_allocatable_bytes=HOST_BYTES,
                     declared=True,
-                    beat=1,
                 ),
             )
             for name, _ in nodes

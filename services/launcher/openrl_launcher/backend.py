@@ -48,7 +48,7 @@ class Backend(Protocol):
     """A place where workers run."""
 
     def inventory(self) -> Inventory:
-        """Devices and host memory. Raises Rejected when there is no device at all, saying what to do."""
+        """Devices and host memory as they are now; asked at every beat. Raises Rejected or OSError when unknown."""
 
     def running(self) -> dict[str, Process]:
         """Every worker of this node and home that runs, by assignment, whoever started it."""

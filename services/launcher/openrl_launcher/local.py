@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -100,7 +101,9 @@ class LocalBackend:
         return self.warm
 
     def inventory(self) -> Inventory:
-        return self._inventory
+        if self._nvml is None:
+            return self._inventory
+        return dataclasses.replace(self._inventory, devices=self._nvml.present())
 
     def running(self) -> dict[str, Process]:
         found: dict[str, Process] = {}

@@ -52,6 +52,15 @@ class Nvml:
             )
             self.gpus[device_id] = Gpu(device, uuid, handle, int(memory.used))
 
+    def present(self) -> tuple[Device, ...]:
+        """The devices that still answer: one that fell off the bus does not."""
+        found = []
+        for gpu in self.gpus.values():
+            with contextlib.suppress(self._nvml.NVMLError):
+                self._nvml.nvmlDeviceGetMemoryInfo(gpu.handle)
+                found.append(gpu.device)
+        return tuple(found)
+
     def visible(self, devices: tuple[str, ...]) -> str:
         """The value of CUDA_VISIBLE_DEVICES for these device ids."""
         return ",".join(self.gpus[device].uuid for device in devices if device in self.gpus)

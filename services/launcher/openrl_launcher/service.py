@@ -2,7 +2,7 @@
 
 One reconcile pass follows every change of the ledger's keys, every hint event, every ended worker, and runs at least
 every 2 s (E5): nothing depends on an event having arrived. The heartbeat (B5) is a task of its own, so that a slow pass
-does not make the node look dead.
+does not make the node look dead; without a beat that succeeded lately there is no pass: the node may be another's.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import time
-import uuid
 from collections.abc import Coroutine
 from typing import Any
-
-import msgspec
 
 from openrl_common.bus import Bus, Delivery
 from openrl_common.controls import StopWorkers, WorkersStopped
 from openrl_common.errors import Transient
-from openrl_common.events import FenceRequested, NodeJoined
+from openrl_common.events import FenceRequested
 from openrl_common.health import Check, check
+from openrl_common.liveness import BEAT_S
 from openrl_common.names import query_subject
-from openrl_common.records import ClaimRecord, NodeBudget, NodeRecord, SeatRecord, SeatState
+from openrl_common.records import ClaimRecord, NodeBudget, SeatRecord, SeatState, Standing
 from openrl_common.store import Entry, Mirror
 from openrl_launcher import core
-from openrl_launcher.backend import Backend
+from openrl_launcher.backend import Backend, Inventory
 from openrl_launcher.claims import Claims
+from openrl_launcher.heartbeat import Heartbeat
 from openrl_launcher.settings import LauncherSettings
 from openrl_launcher.workers import Workers
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 2.0
+HEARTBEAT_S = BEAT_S
 PASS_S = 2.0
 _PASS_GAP_S = 0.01
 
@@ -47,6 +47,16 @@ class Launcher:
         self._settings = settings
         self._node = settings.node
         self._inventory = backend.inventory()
+        self._heartbeat = Heartbeat(
+            bus,
+            backend,
+            node=self._node,
+            host=f"{socket.gethostname()}:{settings.home}",
+            roles=settings.roles,
+            beat_s=HEARTBEAT_S,
+            clock=time.monotonic,
+            on_inventory=self._on_inventory,
+        )
         self._tasks: asyncio.TaskGroup | None = None
         self._changed = asyncio.Event()
         self._bound = asyncio.Event()
@@ -74,6 +84,7 @@ class Launcher:
             "consumer": check(self._bound.is_set, "the consumer is not bound yet"),
             "caches": check(lambda: self._synced, "the ledger has not been read yet"),
             "workers": check(lambda: not self.workers.draining, "its workers are being stopped"),
+            "node": check(lambda: self._heartbeat.holds, "the last heartbeat is too old"),
         }
 
     def wake(self) -> None:
@@ -95,14 +106,14 @@ class Launcher:
 
     async def _start(self, tasks: asyncio.TaskGroup) -> None:
         store = self._bus.store
+        record = await self._heartbeat.join()  # nothing is touched before the node is this launcher's
+        tasks.create_task(self._heartbeat.run(), name="heartbeat")
         await self._claims.load()
         self._mirrors.append(await store.ledger_claims.mirror(on_change=self._on_claim))
         self._mirrors.append(await store.ledger_seats.mirror(on_change=self._on_seat))
         self._mirrors.append(await store.ledger_nodes.mirror(on_change=self._on_budget))
         await self.workers.adopt()
         await self._bus.serve(query_subject("launcher", f"{self._node}.stop-workers"), StopWorkers, self._stop_workers)
-        record = await self._first_beat()
-        tasks.create_task(self._beat(record), name="heartbeat")
         tasks.create_task(
             self._bus.consume(
                 stream="OPENRL_EVENTS",
@@ -119,29 +130,6 @@ class Launcher:
         log.info(
             "node %s joined: %d devices, %d workers adopted", self._node, len(record.devices), self.workers.running
         )
-
-    async def _first_beat(self) -> NodeRecord:
-        known = await self._bus.store.nodes.get(self._node)
-        record = NodeRecord(
-            node=self._node,
-            devices=self._inventory.devices,
-            host_allocatable_bytes=self._inventory.host_allocatable_bytes,
-            roles=self._settings.roles,
-            declared=self._inventory.declared,
-            beat=1 if known is None else known.value.beat + 1,
-        )
-        await self._bus.store.nodes.put(self._node, record)
-        await self._bus.publish(NodeJoined(node=self._node, session=uuid.uuid4().hex[:12], record=record))
-        return record
-
-    async def _beat(self, record: NodeRecord) -> None:
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            record = msgspec.structs.replace(record, beat=record.beat + 1)
-            try:
-                await self._bus.store.nodes.put(self._node, record)
-            except Transient as error:
-                log.warning("heartbeat missed: %s", error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         assert self._tasks is not None
@@ -173,6 +161,13 @@ class Launcher:
     def _on_budget(self, node: str, entry: Entry[NodeBudget] | None) -> None:
         if node == self._node:
             self._budget = NodeBudget() if entry is None else entry.value
+            if self._budget.standing is Standing.LOST:
+                self._heartbeat.note_lost()
+            self.wake()
+
+    def _on_inventory(self, inventory: Inventory) -> None:
+        if inventory != self._inventory:
+            self._inventory = inventory
             self.wake()
 
     async def _stop_workers(self, request: StopWorkers) -> WorkersStopped:
@@ -186,7 +181,7 @@ class Launcher:
         while True:
             self._changed.clear()
             try:
-                for action in core.decide(self._view()):
+                for action in core.decide(self._view()) if self._heartbeat.holds else ():
                     await self._carry_out(action)
             except Transient as error:
                 log.warning("reconcile pass cut short: %s", error)

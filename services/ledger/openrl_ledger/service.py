@@ -15,12 +15,13 @@ import logging
 import random
 import secrets
 import time
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from openrl_common.bus import Bus, Delivery
+from openrl_common.duty import Duty
 from openrl_common.errors import Conflict, Transient, UnknownOutcome
 from openrl_common.events import Event, SeatBooked, SeatRefused
 from openrl_common.records import ClaimRecord, ClaimState
@@ -28,11 +29,15 @@ from openrl_common.service import ServiceContext, ServiceSettings, until_stopped
 from openrl_common.store import Bucket, Entry, Mirror
 from openrl_ledger.core import janitor
 from openrl_ledger.core.decide import decide
+from openrl_ledger.core.nodes import NodePolicy
 from openrl_ledger.core.ops import Contended, Emit, Environment, Lost, Pause, Read, Steps, Table, Write
 from openrl_ledger.core.turns import TurnPolicy
+from openrl_ledger.nodes_service import NodeJudge
 from openrl_ledger.turns_service import Arbiter
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SUBJECTS = [
     "openrl.ev.placement.*.seat.*.requested",
@@ -54,6 +59,7 @@ class LedgerSettings(ServiceSettings):
     device_reserve_bytes: int = 512 << 20
     max_turn_s: float = 120.0
     turn_grace_s: float = 30.0
+    nodes: NodePolicy = field(default_factory=NodePolicy)
 
 
 class Ledger:
@@ -87,14 +93,21 @@ class Ledger:
         """The live copy of the claims, once started."""
         return self._mirrors[Table.CLAIMS]
 
-    async def drive(self, steps: Steps[Any]) -> None:
+    def judge(self, policy: NodePolicy, registry: CollectorRegistry) -> NodeJudge:
+        """The judge of this replica's view of the nodes, once started."""
+        return NodeJudge(
+            self._bus, self.environment, self.drive, policy, registry,
+            records=self._mirrors[Table.NODES], budgets=self._mirrors[Table.BUDGETS],
+        )  # fmt: skip
+
+    async def drive(self, steps: Steps[T]) -> T:
         """Run a rule to its end. A crash anywhere in between loses nothing: redelivery re-derives (E6)."""
         answer: Any = None
         while True:
             try:
                 step = steps.send(answer)
-            except StopIteration:
-                return
+            except StopIteration as ended:
+                return cast(T, ended.value)
             except Contended as error:
                 raise Transient(f"{error}: too many other writers, trying again") from error
             match step:
@@ -134,31 +147,33 @@ class Ledger:
         for callback in self.on_event:
             callback(event)
 
-    async def tidy(self, grace_s: float, repaired: Counter) -> None:
-        """The janitor's pass, for ever: what two snapshots ``grace_s`` apart both show is repaired."""
+    async def tidy(self, grace_s: float, repaired: Counter, duty: Duty) -> None:
+        """The janitor's pass, for ever, by the replica whose duty it is (L6)."""
         before: set[janitor.Leftover] = set()
         while not self._bus.stopping.is_set():
             try:
-                seats = await self._snapshot(Table.SEATS)
-                seen = janitor.sightings(
-                    seats,
-                    await self._snapshot(Table.CLAIMS),
-                    await self._snapshot(Table.BUDGETS),
-                    await self._snapshot(Table.LEASES),
-                )
-                for leftover in sorted(seen & before):
-                    seat = seats.get(leftover.workload)
-                    log.warning("janitor repairs %s", leftover)
-                    await self.drive(
-                        janitor.repair(leftover, leftover.tenant or "_fleet", seat.incarnation if seat else 0)
-                    )
-                    repaired.labels(leftover.kind).inc()
-                before = seen
+                before = await self._tidy_once(before, repaired) if duty.held else set()
             except Transient as error:
                 log.warning("janitor pass left for the next one: %s", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self._bus.stopping.wait()
+
+    async def _tidy_once(self, before: set[janitor.Leftover], repaired: Counter) -> set[janitor.Leftover]:
+        """Repair what this snapshot and the one before both show; returns what this one shows."""
+        seats = await self._snapshot(Table.SEATS)
+        seen = janitor.sightings(
+            seats,
+            await self._snapshot(Table.CLAIMS),
+            await self._snapshot(Table.BUDGETS),
+            await self._snapshot(Table.LEASES),
+        )
+        for leftover in sorted(seen & before):
+            seat = seats.get(leftover.workload)
+            log.warning("janitor repairs %s", leftover)
+            await self.drive(janitor.repair(leftover, leftover.tenant or "_fleet", seat.incarnation if seat else 0))
+            repaired.labels(leftover.kind).inc()
+        return seen
 
     def _forget_gone(self, key: str, entry: Entry[Any] | None) -> None:
         """Claims that are gone are kept in the bucket (ids are never reused, E9), not in memory."""
@@ -197,8 +212,10 @@ async def serve(context: ServiceContext, config: LedgerSettings) -> None:
     policy = TurnPolicy(config.coresidency, config.device_reserve_bytes, config.max_turn_s, config.turn_grace_s)
     arbiter = Arbiter(context.bus, ledger.environment, ledger.drive, policy, context.registry)
     bound = context.require("consumer", "the ledger's consumer is not bound yet")
+    duty = Duty(context.bus.store.duties, "upkeep", holder=secrets.token_hex(6), clock=time.monotonic)
     await ledger.start()
     await arbiter.start(ledger.claims)
+    judge = ledger.judge(config.nodes, context.registry)
     try:
         await until_stopped(
             context.stopping,
@@ -210,7 +227,9 @@ async def serve(context: ServiceContext, config: LedgerSettings) -> None:
                 concurrency=_CONCURRENCY,
                 bound=bound,
             ),
-            ledger.tidy(config.janitor_every_s, repaired),
+            duty.keep(context.bus.stopping),
+            ledger.tidy(config.janitor_every_s, repaired, duty),
+            judge.watch(duty),
             arbiter.consume(),
             arbiter.watch(),
         )

@@ -19,12 +19,13 @@ from openrl_common import settings
 from openrl_common.bus import Bus, Delivery
 from openrl_common.errors import Conflict, Transient
 from openrl_common.events import FenceRequested, TurnGranted, TurnReleased, TurnRequested
+from openrl_common.liveness import Pulses
 from openrl_common.records import ClaimRecord, ClaimState, LeaseState, TurnRecord
 from openrl_common.store import Entry, Mirror
 from openrl_ledger.core import turns
 from openrl_ledger.core.ops import Emit, Environment, Steps
 from openrl_ledger.core.turn_steps import Change, look
-from openrl_ledger.core.turns import Pulses, TurnPolicy
+from openrl_ledger.core.turns import TurnPolicy
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class Metrics:
         self.hits.labels("warm").inc(event.hits_warm)
 
 
-Drive = Callable[[Steps[TurnRecord]], Awaitable[None]]
+Drive = Callable[[Steps[TurnRecord]], Awaitable[TurnRecord]]
 
 
 class Arbiter:

@@ -39,6 +39,7 @@ from openrl_common.records import (
     Reason,
     SeatRecord,
     SeatState,
+    Standing,
     WorkloadPhase,
     WorkloadRecord,
 )
@@ -319,11 +320,14 @@ def node_changed(state: State, node: str, record: NodeRecord | None, now: float)
 
 
 def budget_changed(state: State, node: str, budget: NodeBudget | None, now: float) -> Effects:
-    """``node.<node>`` of the ledger: freed host memory may let a waiter onto a claim of that node (P6)."""
+    """``node.<node>`` of the ledger: freed host memory (P6), or a node that is back (F3), may serve a waiter."""
     fx = Effects()
-    if state.fleet.set_budget(node, budget) and len(state.line):
+    is_back = state.fleet.set_standing(node, Standing.LIVE if budget is None else budget.standing)
+    if (state.fleet.set_budget(node, budget) or is_back) and len(state.line):
         for claim in state.fleet.claims_on(node):
             wake_claim(state, claim, now, fx)
+        if is_back:
+            wake_seatless(state, now, fx)
     return fx
 
 

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
 
+import msgspec
 from sortedcontainers import SortedList
 
 from openrl_common.quantities import GIB, format_bytes
-from openrl_common.records import ClaimRecord, ClaimState, NodeBudget, NodeRecord, Reason, Role, Shape, Tier
+from openrl_common.records import ClaimRecord, ClaimState, NodeBudget, NodeRecord, Reason, Role, Shape, Standing, Tier
 from openrl_common.seating import accepts_role, has_room, host_refusal, join_refusal
 
 CANDIDATES_MAX = 16
@@ -62,6 +63,8 @@ class Fleet:
         self.nodes: dict[str, NodeRecord] = {}
         self.claims: dict[str, ClaimRecord] = {}
         self._host_used: dict[str, int] = {}
+        self._reported: dict[str, NodeRecord] = {}
+        self._standing: dict[str, Standing] = {}
         self._on_node: defaultdict[str, set[str]] = defaultdict(set)
         self._of_owner: defaultdict[str, set[str]] = defaultdict(set)
         self._open: dict[Role, SortedList[ClaimKey]] = {role: SortedList() for role in _BOTH}
@@ -79,8 +82,10 @@ class Fleet:
         before = self.nodes.get(node)
         if record is None:
             self.nodes.pop(node, None)
+            self._reported.pop(node, None)
         else:
-            self.nodes[node] = record
+            self._reported[node] = record
+            record = self.nodes[node] = _judged(record, self._standing.get(node, Standing.LIVE))
         if _static(before) == _static(record):
             return False
         for known, sign in ((before, -1), (record, +1)):
@@ -88,7 +93,7 @@ class Fleet:
             if kind is not None and known is not None:
                 self._kinds[kind] += sign
                 self._kinds += Counter()
-                for device in known.devices:
+                for device in known.devices if usable(known) == "" else ():
                     self._devices[device.memory_bytes, known.roles] += sign
         for claim in self._on_node.get(node, ()):
             self._count_devices(claim, self.claims[claim])
@@ -117,6 +122,14 @@ class Fleet:
             or bool(before.entries.keys() - record.entries.keys())
         )
 
+    def set_standing(self, node: str, standing: Standing) -> bool:
+        """Take in what the ledger thinks of a node (F3); True when it takes newcomers now and did not before."""
+        if self._standing.get(node, Standing.LIVE) is standing:
+            return False
+        self._standing[node] = standing
+        record = self._reported.get(node)
+        return record is not None and self.set_node(node, record)
+
     def set_budget(self, node: str, budget: NodeBudget | None) -> bool:
         """Take in a node's host reservations; True when memory was freed."""
         used = sum(entry.host_bytes for entry in budget.entries.values()) if budget is not None else 0
@@ -138,8 +151,8 @@ class Fleet:
         """Count the devices of a claim under the roles its node has now; None: not any more."""
         kind, count = self._counted.pop(claim, ((0, ()), 0))
         self._devices_claimed[kind] -= count
-        if record is not None:
-            node = self.nodes.get(record.node)
+        node = None if record is None else self.nodes.get(record.node)
+        if record is not None and (node is None or usable(node) == ""):
             kind = record.device_bytes, () if node is None else node.roles
             self._counted[claim] = kind, len(record.devices)
             self._devices_claimed[kind] += len(record.devices)
@@ -439,6 +452,13 @@ def _kind(node: NodeRecord | None) -> Kind | None:
         roles=node.roles,
         host_bytes=max(1, node.host_allocatable_bytes - node.host_reserved_bytes) if node.host_allocatable_bytes else 0,
     )
+
+
+def _judged(record: NodeRecord, standing: Standing) -> NodeRecord:
+    """The record with what the ledger thinks of its node."""
+    if standing is Standing.LIVE:
+        return record
+    return msgspec.structs.replace(record, suspect=True, lost=record.lost or standing is Standing.LOST)
 
 
 def _static(node: NodeRecord | None) -> tuple[object, ...] | None:

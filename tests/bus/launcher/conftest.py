@@ -15,10 +15,18 @@ import pytest
 from bus.launcher.launcher_helpers import FAKE_WORKERS, Ledger, until
 from openrl_common import streams
 from openrl_common.bus import Bus
+from openrl_common.nats_server import NatsServer
 from openrl_common.quantities import GIB
+from openrl_launcher import local
 from openrl_launcher.local import LocalBackend
 from openrl_launcher.service import Launcher
 from openrl_launcher.settings import LauncherSettings
+
+
+@pytest.fixture
+def nats_url(nats_server: NatsServer) -> str:
+    """The embedded server alone: that a containerised one is no different is shown by the suites of bus and store."""
+    return nats_server.url
 
 
 @pytest.fixture
@@ -45,6 +53,8 @@ async def ledger(nats_url: str, home: Path) -> AsyncIterator[Ledger]:
                 process.kill()
                 with contextlib.suppress(psutil.TimeoutExpired):
                     process.wait(5)
+    while local._CHILDREN:  # started by a launcher within this process, which has left them running
+        local._CHILDREN.popitem()[1].wait()
 
 
 @pytest.fixture
@@ -52,13 +62,15 @@ def launch(nats_url: str, home: Path) -> Callable[..., contextlib.AbstractAsyncC
     """``async with launch(devices=…) as launcher``: one launcher, which leaves its workers running when it ends."""
 
     @contextlib.asynccontextmanager
-    async def run(*, devices: tuple[int, ...] = (8, 8), node: str = "here", **fields: Any) -> AsyncIterator[Launcher]:
+    async def run(
+        *, devices: tuple[int, ...] = (8, 8), node: str = "here", home_path: Path = home, **fields: Any
+    ) -> AsyncIterator[Launcher]:
         config = LauncherSettings(
-            nats_url=nats_url, home=home, log_level="info", log_format="json", health_host="127.0.0.1", health_port=0,
-            node=node, devices=tuple(gib * GIB for gib in devices), **{"stop_grace_s": 1.0, **fields},
+            nats_url=nats_url, home=home_path, log_level="info", log_format="json", health_host="127.0.0.1",
+            health_port=0, node=node, devices=tuple(gib * GIB for gib in devices), **{"stop_grace_s": 1.0, **fields},
         )  # fmt: skip
         backend = LocalBackend(
-            home=home, node=node, nats_url=nats_url, declared=config.devices,
+            home=home_path, node=node, nats_url=nats_url, declared=config.devices,
             host_memory_bytes=config.host_memory_bytes, logs_kept=config.logs_kept,
         )  # fmt: skip
         bus = await Bus.connect(nats_url, name=f"launcher-{node}")

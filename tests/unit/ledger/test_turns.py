@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrl_common.events import TurnGranted, TurnYieldAsked
+from openrl_common.liveness import Pulses
 from openrl_common.records import ClaimEntry, ClaimRecord, ClaimState, Role, TurnRecord
-from openrl_ledger.core.turns import LAPSE_S, Pulses, TurnPolicy, double_hold, release, request, settle, told
+from openrl_ledger.core.turns import LAPSE_S, TurnPolicy, double_hold, release, request, settle, told
 
 POLICY = TurnPolicy(reserve_bytes=1, max_turn_s=120.0, grace_s=30.0)
 STRICT = TurnPolicy(coresidency=False, reserve_bytes=1, max_turn_s=120.0, grace_s=30.0)
@@ -224,19 +225,19 @@ def test_t6_a_dead_holder_is_fenced_only_when_somebody_waits_for_it() -> None:
 def test_t6_leases_are_judged_by_the_readers_own_clock_and_not_over_an_outage() -> None:
     """T6, E13: revisions say alive; what they contain says nothing."""
     pulses = Pulses()
-    assert not pulses.lapsed("a", 5, 0.0)
-    assert not pulses.lapsed("a", 5, LAPSE_S - 0.1)
-    assert not pulses.lapsed("a", 6, LAPSE_S)
-    assert pulses.lapsed("a", 6, 2 * LAPSE_S)
+    assert not pulses.lapsed("a", 5, 0.0, limit_s=LAPSE_S)
+    assert not pulses.lapsed("a", 5, LAPSE_S - 0.1, limit_s=LAPSE_S)
+    assert not pulses.lapsed("a", 6, LAPSE_S, limit_s=LAPSE_S)
+    assert pulses.lapsed("a", 6, 2 * LAPSE_S, limit_s=LAPSE_S)
     pulses.cut_off()
-    assert not pulses.lapsed("a", 6, 100.0)
+    assert not pulses.lapsed("a", 6, 100.0, limit_s=LAPSE_S)
 
 
 def test_t6_a_dead_holder_is_known_within_ten_seconds_of_its_last_renewal() -> None:
     """T6: it is looked at every second; the first look after the renewal may come a second late."""
     pulses, renewed_at = Pulses(), 0.0
     looks = [renewed_at + 0.9 + tick for tick in range(12)]
-    assert min(at for at in looks if pulses.lapsed("a", 1, at)) <= 10.0
+    assert min(at for at in looks if pulses.lapsed("a", 1, at, limit_s=LAPSE_S)) <= 10.0
 
 
 def test_a_claim_that_is_gone_leaves_an_empty_record() -> None:

@@ -17,6 +17,7 @@ from openrl_common.records import (
     Reason,
     Role,
     Shape,
+    Standing,
     Tier,
 )
 from openrl_placement.fleet import CANDIDATES_MAX, Fleet, Need, ceiling_gib
@@ -111,6 +112,21 @@ def test_P3_a_suspect_or_lost_node_takes_no_newcomers_until_it_is_back(fault: st
     assert it.candidates(wanting()) == []
     assert it.set_node("n1", node()) is True
     assert it.candidates(wanting()) == ["c"]
+
+
+@pytest.mark.parametrize("standing", [Standing.SUSPECT, Standing.LOST])
+def test_F3_candidates_skip_a_node_that_the_ledger_holds_for_suspect_or_lost(standing: Standing) -> None:
+    """F3: whatever order the node's own record and the ledger's word come in; its devices are not free ones either."""
+    it = fleet()
+    it.set_claim("c", allocated({"a": entry("w")}))
+    assert it.set_standing("n1", standing) is False
+    assert it.candidates(wanting()) == []
+    assert it.set_node("n1", node()) is False
+    assert it.candidates(wanting()) == []
+    assert "all 0 devices" in it.why(wanting())[1]
+    assert it.set_standing("n1", Standing.LIVE) is True
+    assert it.candidates(wanting()) == ["c"]
+    assert "look free" in it.why(wanting())[1]
 
 
 def test_P1_a_node_that_is_not_enabled_or_not_complete_does_not_count() -> None:

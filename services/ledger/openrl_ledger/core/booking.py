@@ -332,7 +332,7 @@ def allocate(claim_id: str, node: str, devices: tuple[str, ...], device_bytes: i
             return
         ((assignment, entry),) = claim.entries.items()
         node_entry = NodeEntry(workload=entry.workload, claim=claim_id, host_bytes=entry.host_bytes)
-        why = yield from add_node_entry(node, assignment, node_entry)
+        why = yield from add_node_entry(node, assignment, node_entry, joins=False)
         if why is not None:
             changed = msgspec.structs.replace(claim, state=ClaimState.RETIRING, node=node, entries={})
         else:

@@ -24,6 +24,7 @@ from openrl_common.records import (
     NodeRecord,
     SeatRecord,
     SeatState,
+    Standing,
 )
 from openrl_common.seating import host_refusal
 
@@ -161,10 +162,13 @@ def drop_claim_entry(claim_id: str, assignment: str) -> Steps[tuple[ClaimRecord 
     raise Contended(f"claim {claim_id}")
 
 
-def add_node_entry(node: str, assignment: str, entry: NodeEntry, *, without: str = "") -> Steps[str | None]:
-    """Reserve host memory on a node (P6), re-checked inside the CAS. Returns why not, None when reserved.
+def add_node_entry(
+    node: str, assignment: str, entry: NodeEntry, *, without: str = "", joins: bool = True
+) -> Steps[str | None]:
+    """Reserve host memory on a node (P6, F3), re-checked inside the CAS. Returns why not, None when reserved.
 
-    ``without``: an assignment whose memory is about to be given back and does not count (S3).
+    ``without``: an assignment whose memory is about to be given back and does not count (S3). ``joins`` False: the node
+    itself has just given a device to it, so it is no newcomer whom a suspect node would refuse.
     """
     old_copy = True
     for tries in range(TRIES_MAX):
@@ -172,7 +176,9 @@ def add_node_entry(node: str, assignment: str, entry: NodeEntry, *, without: str
         there = assignment in budget.entries
         inventory = yield from read_node(node, old_copy=old_copy)
         refusal = ""
-        if inventory is not None and not there:
+        if joins and not there and budget.standing is not Standing.LIVE:
+            refusal = f"node {node} is {budget.standing}: {budget.why}"
+        elif inventory is not None and not there:
             promised = sum(other.host_bytes for key, other in budget.entries.items() if key != without)
             refusal = host_refusal(inventory, promised, entry.host_bytes)
         was_old, old_copy = old_copy, False
@@ -180,7 +186,7 @@ def add_node_entry(node: str, assignment: str, entry: NodeEntry, *, without: str
             if was_old:
                 continue
             return refusal or None
-        changed = NodeBudget(entries={**budget.entries, assignment: entry})
+        changed = msgspec.structs.replace(budget, entries={**budget.entries, assignment: entry})
         landed = yield Write(Table.BUDGETS, node, changed, revision)
         if isinstance(landed, int):
             return None
@@ -198,7 +204,7 @@ def drop_node_entry(node: str, assignment: str) -> Steps[int]:
         if entry is None:
             return 0
         rest = {key: value for key, value in budget.entries.items() if key != assignment}
-        landed = yield Write(Table.BUDGETS, node, NodeBudget(entries=rest), revision)
+        landed = yield Write(Table.BUDGETS, node, msgspec.structs.replace(budget, entries=rest), revision)
         if isinstance(landed, int):
             return entry.host_bytes
         yield Pause(tries)

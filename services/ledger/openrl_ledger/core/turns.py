@@ -18,7 +18,7 @@ Not here: reading and writing (``turn_steps``), clocks and leases' revisions ove
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -203,30 +203,3 @@ def _press(
 
 def _without(mapping: Mapping[str, Residency] | Mapping[str, float], key: str) -> dict:  # type: ignore[type-arg]
     return {name: value for name, value in mapping.items() if name != key}
-
-
-# --- dead or alive ------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Pulses:
-    """Which leases still change, by the reader's own clock (E13): nothing of it comes from the lease's content.
-
-    ``cut_off`` whenever the bus was not readable: nobody is judged by a time in which nobody could be heard.
-    """
-
-    _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
-
-    def lapsed(self, assignment: str, revision: int, now: float, *, limit_s: float = LAPSE_S) -> bool:
-        known = self._seen.get(assignment)
-        if known is None or known[0] != revision:
-            self._seen[assignment] = (revision, now)
-            return False
-        return now - known[1] >= limit_s
-
-    def cut_off(self) -> None:
-        self._seen.clear()
-
-    def keep(self, assignments: Set[str]) -> None:
-        """Forget everybody else."""
-        self._seen = {a: seen for a, seen in self._seen.items() if a in assignments}
