@@ -1,0 +1,1 @@
+"""See openrl_trainer beside it."""
