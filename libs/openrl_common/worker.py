@@ -34,6 +34,7 @@ from openrl_common.turns import Move, Turns, TurnStopped
 log = logging.getLogger(__name__)
 
 _RECORD_S = 5.0
+_GATE_LOOK_S = 0.5
 
 WORKLOAD = settings.setting("--workload", required=True, help="The workload this process is (set by the launcher).")
 ASSIGNMENT = settings.setting("--assignment", required=True, help="The seat it was started for (set by the launcher).")
@@ -41,7 +42,15 @@ NODE = settings.setting("--node", default="", help="The node it runs on (set by 
 DEVICE_BYTES = settings.setting(
     "--device-bytes", type=settings.BYTES, default="0", help="Device memory its seat declares (set by the launcher)."
 )
-WORKER_SETTINGS = (*SERVICE_SETTINGS, WORKLOAD, ASSIGNMENT, NODE, DEVICE_BYTES)
+START_GATE_WAIT_S = settings.setting(
+    "--start-gate-wait",
+    name="start_gate_wait_s",
+    type=settings.SECONDS,
+    default="0s",
+    help="How long to wait for the launcher to open the start gate: a pod may run before its seat is on an allocated "
+    "claim, and again after its container was restarted. 0: it must be open (set by the launcher).",
+)
+WORKER_SETTINGS = (*SERVICE_SETTINGS, WORKLOAD, ASSIGNMENT, NODE, DEVICE_BYTES, START_GATE_WAIT_S)
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,7 @@ class WorkerSettings(ServiceSettings):
     assignment: str
     node: str
     device_bytes: int
+    start_gate_wait_s: float
 
 
 @dataclass
@@ -176,7 +186,7 @@ async def _work(context: ServiceContext, config: WorkerSettings, main: WorkerMai
     worker.phases.append(
         Phase(name="start", started_at=process_started, seconds=max(0.0, time.time() - process_started))
     )
-    revision = await _go_live(worker)
+    revision = await _go_live(worker, wait_s=config.start_gate_wait_s)
     if revision is None:
         return
     context.checks["lease"] = check(lambda: worker.lease_held, "the lease could not be renewed lately")
@@ -219,9 +229,18 @@ async def _with_turns(worker: WorkerContext, turns: Turns, main: WorkerMain) -> 
         await turns.close()
 
 
-async def _go_live(worker: WorkerContext) -> int | None:
-    """Starting → live by CAS. None: fenced before the start, or another process is live on this assignment."""
-    entry = await worker.store.leases.get(worker.assignment)
+async def _go_live(worker: WorkerContext, *, wait_s: float) -> int | None:
+    """Starting → live by CAS. None: fenced before the start, or another process is live on this assignment.
+
+    With ``wait_s`` a lease that is absent, or live from this worker's last start, may still become starting.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        entry = await worker.store.leases.get(worker.assignment)
+        over = entry is not None and entry.value.state in (LeaseState.STARTING, LeaseState.TOMBSTONE)
+        if over or worker.stopping.is_set() or time.monotonic() >= deadline:
+            break
+        await asyncio.sleep(_GATE_LOOK_S)
     if entry is None or entry.value.state is not LeaseState.STARTING:
         state = "absent" if entry is None else entry.value.state
         log.warning("lease is %s, not starting: this process must not run assignment=%s", state, worker.assignment)

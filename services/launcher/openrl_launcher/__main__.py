@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +16,7 @@ from prometheus_client import Gauge
 from openrl_common.errors import Bug, Rejected
 from openrl_common.service import ServiceContext, run
 from openrl_common.settings import from_parameters, settings
+from openrl_launcher.kubernetes import settings as kubernetes
 from openrl_launcher.local import LocalBackend
 from openrl_launcher.service import Launcher
 from openrl_launcher.settings import ALL, LauncherSettings
@@ -24,11 +26,13 @@ WARM_MODULES = ("openrl_trainer.warm", "openrl_sampler.warm")
 
 
 @click.command()
-@settings(*ALL)
+@settings(*ALL, kubernetes.BACKEND, *kubernetes.ALL)
 def main(**parameters: object) -> None:
-    """Cut claims on this host's devices, start and stop workers, report what the machine says."""
+    """Cut claims on devices, start and stop workers, report what the machine or the cluster says."""
     config = from_parameters(LauncherSettings, parameters)
     try:
+        if parameters["backend"] == "kubernetes":
+            sys.exit(_run_for_cluster(config, from_parameters(kubernetes.KubernetesSettings, parameters)))
         with _only_launcher(config):
             backend = LocalBackend(
                 home=config.home,
@@ -47,6 +51,16 @@ def main(**parameters: object) -> None:
     except Rejected as error:
         click.echo(f"openrl launcher: {error}", err=True)
         sys.exit(2)
+
+
+def _run_for_cluster(config: LauncherSettings, cluster: kubernetes.KubernetesSettings) -> int:
+    try:
+        from openrl_launcher.kubernetes.main import body
+    except ModuleNotFoundError as error:
+        raise Rejected(
+            f"--backend kubernetes needs more packages ({error}): pip install 'openrl[kubernetes]'"
+        ) from error
+    return run("launcher", config, functools.partial(body, settings=cluster), instance="kubernetes")
 
 
 @contextlib.contextmanager

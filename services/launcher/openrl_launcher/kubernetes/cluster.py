@@ -1,0 +1,460 @@
+"""The shell of a cluster's launcher: bus mirrors and Kubernetes watches around ``core``, whose answers it carries out.
+
+One launcher serves all nodes; of several replicas the one that holds the duty acts, the others stand by with nothing
+but the duty in mind. A replica that loses the duty ends its process, and comes back as a stand-by: nothing of its view
+can be left over.
+
+Work is by key: whatever changes marks a claim or a workload, which is looked at once more, several at a time, one look
+per claim at a time; a slow pass marks all (E5). So the cost of a change does not grow with the cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from openrl_common.bus import Bus, Delivery
+from openrl_common.duty import Duty
+from openrl_common.errors import Rejected, Transient
+from openrl_common.events import FenceRequested, NodeChanged, NodeJoined
+from openrl_common.health import Check, check
+from openrl_common.records import ClaimEntry, ClaimRecord, CutRecord, CutState, NodeRecord, SeatRecord, SeatState
+from openrl_common.store import Entry, Mirror
+from openrl_launcher.backend import Launch
+from openrl_launcher.core import Forget, SayAllocated, SayFreed, SayGone, Start, Stop, Unschedulable
+from openrl_launcher.kubernetes import core
+from openrl_launcher.kubernetes.api import KubeApi, Refused
+from openrl_launcher.kubernetes.claims import ClusterClaims
+from openrl_launcher.kubernetes.inventory import Inventory, node_name, node_token
+from openrl_launcher.kubernetes.manifests import ASSIGNMENT, CLAIM, PodPlan, read_template
+from openrl_launcher.kubernetes.mirror import StatusMirror
+from openrl_launcher.kubernetes.objects import Node, Pod, ResourceClaim, ResourceSlice
+from openrl_launcher.kubernetes.pods import PodBackend, is_worker
+from openrl_launcher.kubernetes.settings import KubernetesSettings
+from openrl_launcher.kubernetes.watch import Informer
+from openrl_launcher.kubernetes.workers import ClusterWorkers
+
+log = logging.getLogger(__name__)
+
+PASS_S = 5.0
+DUTY = "launcher-kubernetes"
+_AT_ONCE = 32
+_RETRY_S = 0.5
+_SYNC_S = 60.0
+_GAP_S = 0.005
+
+
+class ClusterLauncher:
+    """``run`` lasts until it is cancelled or the duty is lost; workers go on running (E17)."""
+
+    def __init__(self, bus: Bus, api: KubeApi, settings: KubernetesSettings) -> None:
+        self._bus = bus
+        self._api = api
+        self._settings = settings
+        self._tasks: asyncio.TaskGroup | None = None
+        self._session = uuid.uuid4().hex[:12]
+        self.duty = Duty(bus.store.duties, DUTY, holder=self._session, clock=time.monotonic)
+        self.inventory = Inventory(driver=settings.driver, namespace=settings.namespace)
+        self.claims = ClusterClaims(bus, api, settings, clock=time.monotonic, mark=self._mark_claim)
+        self.pods = PodBackend(
+            api, settings, template=read_template(settings.pod_template), spawn=self._spawn, plan=self._plan
+        )
+        self.workers = ClusterWorkers(
+            bus,
+            self.pods,
+            self.claims,
+            node="",
+            stop_grace_s=settings.stop_grace_s,
+            restarts_max=settings.restarts_max,
+            clock=time.monotonic,
+            now=time.time,
+            wake=self._wake,
+            spawn=self._spawn,
+            pods=self.pods,
+            mark=self._mark,
+            silent_s=self._silent_s,
+        )
+        self.mirror = StatusMirror(bus, api, settings)
+        self._seats: dict[str, SeatRecord] = {}
+        self._records: dict[str, ClaimRecord] = {}
+        self._entries: dict[str, tuple[str, ClaimEntry]] = {}
+        self._resources: dict[str, ResourceClaim] = {}
+        self._not_pinned: set[str] = set()
+        self._nodes: dict[str, NodeRecord] = {}
+        self._not_ready_since: dict[str, float] = {}
+        self._changes = 0
+        self._dirty_claims: set[str] = set()
+        self._dirty_workloads: set[str] = set()
+        self._looking: set[str] = set()
+        self._changed = asyncio.Event()
+        self._at_once = asyncio.Semaphore(_AT_ONCE)
+        self._mirrors: list[Mirror[Any]] = []
+        self._synced = False
+        self.informers: dict[str, Informer[Any]] = {}
+
+    def readiness(self) -> dict[str, Check]:
+        """A stand-by is ready: it can take over."""
+        return {"caches": check(lambda: self._synced or not self.duty.held, "the cluster has not been read yet")}
+
+    # --- life cycle ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        stopping = self._bus.stopping
+        keeping = asyncio.create_task(self.duty.keep(stopping), name="duty")
+        try:
+            while not self.duty.held:
+                if keeping.done():
+                    return
+                await asyncio.sleep(0.1)
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                await self._start(tasks)
+                tasks.create_task(self._watch_duty(), name="watch duty")
+                tasks.create_task(self._slow_pass(), name="slow pass")
+                await self._reconcile()
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            await self.claims.close()
+            await self.mirror.close()
+            for mirror in self._mirrors:
+                await mirror.close()
+
+    async def _watch_duty(self) -> None:
+        while self.duty.held or self._bus.stopping.is_set():  # noqa: ASYNC110 (time alone ends it)
+            await asyncio.sleep(0.25)
+        raise Rejected("another launcher has taken over: this one starts again as a stand-by", code="duty-lost")
+
+    async def _start(self, tasks: asyncio.TaskGroup) -> None:
+        namespace = self._settings.namespace
+        self._inform(tasks, "/api/v1/nodes", Node, self._on_node)
+        self._inform(tasks, "/apis/resource.k8s.io/v1/resourceslices", ResourceSlice, self.inventory.set_slice)
+        self._inform(tasks, "/apis/resource.k8s.io/v1/resourceclaims", ResourceClaim, self._on_resource)
+        self._inform(tasks, "/api/v1/pods", Pod, self._on_pod)
+        async with asyncio.timeout(_SYNC_S):
+            for informer in self.informers.values():
+                await informer.synced.wait()
+        store = self._bus.store
+        await self.claims.load()
+        self._mirrors.append(await store.ledger_claims.mirror(on_change=self._on_claim))
+        self._mirrors.append(await store.ledger_seats.mirror(on_change=self._on_seat))
+        known = {token: entry.value for token, entry in (await store.nodes.list()).items()}
+        self._nodes = {token: record for token, record in known.items() if record.session or record.beat == 0}
+        await self.workers.adopt()
+        await self._tell_nodes()
+        if self._settings.mirror:
+            await self.mirror.start(tasks)
+        tasks.create_task(
+            self._bus.consume(
+                stream="OPENRL_EVENTS",
+                durable="launcher-kubernetes",
+                subjects=["openrl.ev.ledger.*.seat.*.fence-requested"],
+                handler=self._on_fence,
+                from_now=True,
+            ),
+            name="fences",
+        )
+        self._mark_all()
+        self._synced = True
+        log.info(
+            "cluster read: %d nodes, %d workers adopted, namespace %s",
+            len(self._nodes),
+            self.workers.running,
+            namespace,
+        )
+
+    def _inform(
+        self, tasks: asyncio.TaskGroup, path: str, kind: type[Any], on_change: Callable[[str, Any], None]
+    ) -> None:
+        informer: Informer[Any] = Informer(self._api, path, kind, on_change=on_change)
+        self.informers[path.rsplit("/", 1)[1]] = informer
+        tasks.create_task(informer.run(), name=f"watch {path}")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._tasks is not None
+        self._tasks.create_task(work)
+
+    # --- what changed -------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        self._changed.set()
+
+    def _mark(self, workload: str, claim: str) -> None:
+        self._dirty_workloads.add(workload)
+        if claim:
+            self._dirty_claims.add(claim)
+        self._wake()
+
+    def _mark_claim(self, claim: str) -> None:
+        self._dirty_claims.add(claim)
+        self._wake()
+
+    def _mark_all(self) -> None:
+        self._dirty_claims.update(self._records, self.claims.cuts, self._resources, self.pods.claims)
+        self._dirty_workloads.update(self._seats, self.workers.workloads)
+        self._wake()
+
+    def _on_seat(self, workload: str, entry: Entry[SeatRecord] | None) -> None:
+        if entry is None or entry.value.state is SeatState.EMPTY:
+            self._seats.pop(workload, None)
+        else:
+            self._seats[workload] = entry.value
+        self._mark(workload, "")
+
+    def _on_claim(self, claim: str, entry: Entry[ClaimRecord] | None) -> None:
+        before = self._records.pop(claim, None)
+        if before is not None:
+            for assignment, listed in before.entries.items():
+                self._entries.pop(assignment, None)
+                self._dirty_workloads.add(listed.workload)
+        if entry is not None:
+            self._records[claim] = entry.value
+            for assignment, listed in entry.value.entries.items():
+                self._entries[assignment] = (claim, listed)
+                self._dirty_workloads.add(listed.workload)
+        self._mark_claim(claim)
+
+    def _on_node(self, name: str, node: Node | None) -> None:
+        self.inventory.set_node(name, node)
+        if node is not None and node.ready:
+            self._not_ready_since.pop(name, None)
+        else:
+            self._not_ready_since.setdefault(name, time.monotonic())
+        self._wake()
+
+    def _on_resource(self, key: str, resource: ResourceClaim | None) -> None:
+        self.inventory.set_claim(key, resource)
+        namespace, _, claim = key.partition("/")
+        if namespace != self._settings.namespace:
+            return
+        if resource is None:
+            if self._resources.pop(claim, None) is not None:
+                self._mark_claim(claim)
+        elif resource.metadata.labels.get(CLAIM) == claim:
+            self._resources[claim] = resource
+            self._mark_claim(claim)
+
+    def _on_pod(self, key: str, pod: Pod | None) -> None:
+        before = self.informers["pods"].objects.get(key) if pod is None else None
+        self.inventory.set_pod(key, pod)
+        shown = pod or before
+        if shown is None:
+            return
+        if not is_worker(shown, self._settings.namespace):
+            return
+        assignment, claim = shown.metadata.labels[ASSIGNMENT], shown.metadata.labels.get(CLAIM, "")
+        if pod is None:
+            self.pods.forget_pod(assignment, shown.metadata.uid)
+        else:
+            self.pods.set_pod(pod)
+        self._mark_claim(claim)
+
+    async def _on_fence(self, delivery: Delivery) -> None:
+        event = delivery.event()
+        if isinstance(event, FenceRequested):
+            self.workers.note_fence(event.assignment, event.why)
+
+    def _silent_s(self, name: str) -> float:
+        """For how long the node has not been ready; 0 while it is."""
+        since = self._not_ready_since.get(name)
+        return 0.0 if since is None else time.monotonic() - since
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    async def _slow_pass(self) -> None:
+        while True:
+            await asyncio.sleep(PASS_S)
+            self.pods.drop_unseen()
+            self._mark_all()
+
+    async def _reconcile(self) -> None:
+        while True:
+            self._changed.clear()
+            if self.inventory.changed:
+                with contextlib.suppress(Transient):
+                    await self._tell_nodes()
+            workloads, self._dirty_workloads = self._dirty_workloads, set()
+            self._look_at_workers(workloads)
+            claims, self._dirty_claims = self._dirty_claims, set()
+            for claim in claims:
+                if claim in self._looking:
+                    self._dirty_claims.add(claim)
+                else:
+                    self._looking.add(claim)
+                    self._spawn(self._look_at_claim(claim))
+            await asyncio.sleep(_GAP_S)
+            if not (self._dirty_workloads or self._dirty_claims - self._looking):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._pause_s()):
+                        await self._changed.wait()
+
+    def _pause_s(self) -> float:
+        restart_at = self.workers.next_restart_at()
+        if restart_at is None:
+            return PASS_S
+        pause_s = max(0.0, restart_at - time.monotonic())
+        if pause_s == 0.0:
+            self._dirty_workloads.update(self.workers.backing_off)
+        return min(PASS_S, max(_GAP_S, pause_s))
+
+    def _look_at_workers(self, workloads: set[str]) -> None:
+        for workload in workloads:
+            seat = self._seats.get(workload, SeatRecord())
+            record = self._records.get(seat.claim)
+            for action in core.decide_worker(
+                workload, seat, record, self.workers.of_workload(workload), time.monotonic()
+            ):
+                match action:
+                    case Start():
+                        assert record is not None
+                        cut = self.claims.cuts.get(action.claim)
+                        if cut is not None and cut.state is CutState.ALLOCATED:
+                            self.workers.start(action, record.devices)
+                    case Stop():
+                        self.workers.stop(action)
+                    case SayGone():
+                        self._spawn(self._try(self.workers.say_gone(action.assignment)))
+                    case Forget():
+                        self._spawn(self._try(self.workers.forget(action.assignment)))
+
+    async def _try(self, call: Coroutine[Any, Any, None]) -> None:
+        """What the slow pass tries again."""
+        with contextlib.suppress(Transient):
+            await call
+
+    async def _look_at_claim(self, claim: str) -> None:
+        try:
+            async with self._at_once:
+                for action in core.decide_claim(self._view(claim)):
+                    await self._carry_out(action)
+        except Transient as error:
+            log.warning("claim %s: %s; trying again", claim, error)
+            asyncio.get_running_loop().call_later(_RETRY_S, self._mark_claim, claim)
+        except Refused as error:
+            log.error("claim %s: %s", claim, error)
+        finally:
+            self._looking.discard(claim)
+            if claim in self._dirty_claims:
+                self._wake()
+
+    def _view(self, claim: str) -> core.ClaimView:
+        resource = self._resources.get(claim)
+        record = self._records.get(claim)
+        return core.ClaimView(
+            claim=claim,
+            record=record,
+            cut=self.claims.cuts.get(claim),
+            resource=resource,
+            pods=self.pods.pods_of(claim),
+            workers=self.workers.of_claim(claim),
+            allocated_node=self._node_of(resource),
+        )
+
+    def _node_of(self, resource: ResourceClaim | None) -> str:
+        for each in () if resource is None else resource.results:
+            if name := self.inventory.node_of(each.pool, each.device):
+                return node_token(name)
+        return ""
+
+    async def _carry_out(self, action: core.ClaimAction) -> None:
+        match action:
+            case core.Request():
+                await self._request(action)
+            case core.Unpin():
+                self._not_pinned.add(action.claim)
+                self.inventory.unpin(action.claim)
+                log.info("claim %s is not pinned any more: %s", action.claim, action.pod.unschedulable)
+                self.pods.delete(action.pod)
+            case core.Allocate():
+                self.inventory.unpin(action.claim)
+                self._not_pinned.discard(action.claim)
+                await self.claims.allocated(action.claim, self._cut(action))
+            case core.DeletePod():
+                self.pods.delete(action.pod)
+            case core.DeleteClaim():
+                await self.claims.delete(action.resource)
+            case core.Free():
+                self.inventory.unpin(action.claim)
+                self._not_pinned.discard(action.claim)
+                await self.claims.free(action.claim)
+            case SayAllocated():
+                await self.claims.say_allocated(action.claim)
+            case SayFreed():
+                await self.claims.say_freed(action.claim)
+            case Unschedulable():
+                await self.claims.say_unschedulable(action)
+            case Stop():
+                self.workers.stop(action)
+
+    async def _request(self, action: core.Request) -> None:
+        """The claim first: a pod whose claim is not there is looked at twice by the scheduler."""
+        record = self._records[action.claim]
+        entry = record.entries[action.assignment]
+        try:
+            if action.claim not in self._resources:
+                self._resources[action.claim] = await self.claims.request(action.claim, record.tiers)
+            pinned = ""
+            if self._settings.pin and action.claim not in self._not_pinned:
+                self.inventory.unpin(action.claim)
+                pinned = self.inventory.pin(action.claim, record.tiers, role=entry.role, host_bytes=entry.host_bytes)
+            await self.pods.ensure(PodPlan(action.assignment, action.claim, entry, record.tiers, pinned=pinned))
+        except Refused as error:
+            await self.claims.say_unschedulable(
+                Unschedulable(action.claim, action.assignment, entry.workload, entry.tenant, str(error))
+            )
+
+    def _cut(self, action: core.Allocate) -> CutRecord:
+        results = [each for each in self._resources[action.claim].results if each.driver == self._settings.driver]
+        sizes = [self.inventory.device_bytes(each.pool, each.device) for each in results]
+        return CutRecord(
+            state=CutState.ALLOCATED,
+            node=node_token(action.node),
+            devices=tuple(each.device for each in results),
+            device_bytes=min(sizes, default=0),
+            tier=results[0].request.partition("/")[2].removeprefix("t") if results else "",
+        )
+
+    def _plan(self, launch: Launch) -> PodPlan:
+        """A worker on an allocated claim: its node is known, so the first try needs no scheduler (K11)."""
+        claim, entry = self._entries[launch.assignment]
+        record = self._records[claim]
+        node = node_name(record.node) if self._settings.pin and not self.workers.failed(launch.assignment) else ""
+        return PodPlan(launch.assignment, claim, entry, record.tiers, node=node)
+
+    # --- nodes --------------------------------------------------------------------------------------------------------
+
+    async def _tell_nodes(self) -> None:
+        names, self.inventory.changed = self.inventory.changed, set()
+        gate = asyncio.Semaphore(_AT_ONCE)
+
+        async def tell(name: str) -> None:
+            try:
+                async with gate:
+                    await self._tell_node(name)
+            except Transient:
+                self.inventory.changed.add(name)
+                raise
+
+        answers = await asyncio.gather(*(tell(name) for name in sorted(names)), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+
+    async def _tell_node(self, name: str) -> None:
+        record, token = self.inventory.record(name), node_token(name)
+        known = self._nodes.get(token)
+        if record is None or record == known or (known is None and record.lost and not record.devices):
+            return
+        await self._bus.store.nodes.put(token, record)
+        self._nodes[token] = record
+        if known is None or (known.lost and not record.lost):
+            self._changes += 1
+            await self._bus.publish(NodeJoined(node=token, session=f"{self._session}-{self._changes}", record=record))
+        else:
+            self._changes += 1
+            await self._bus.publish(NodeChanged(node=token, session=self._session, beat=self._changes, record=record))
