@@ -13,7 +13,7 @@ declared here, so that one name means one thing everywhere. There is no settings
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -188,22 +188,39 @@ class Devices(click.ParamType[tuple[int, ...]]):
         if isinstance(value, tuple):
             return value
         devices: list[int] = []
-        for part in str(value).split(",") if str(value).strip() else []:
-            count_text, times, size_text = part.strip().partition("x")
-            if not times or not (count_text.isascii() and count_text.isdigit() and len(count_text) <= 6):
-                self.fail(
-                    f"{part.strip()[:40]!r} is not COUNTxSIZE: write for example 6x79.65GiB,2x22.5GiB", param, ctx
-                )
-            try:
-                device_bytes = parse_bytes(size_text)
-            except ValueError as error:
-                self.fail(f"{part.strip()[:40]!r}: {error}", param, ctx)
-            if int(count_text) == 0 or device_bytes == 0:
-                self.fail(f"{part.strip()!r} declares nothing: count and size must be at least 1", param, ctx)
-            if len(devices) + int(count_text) > _DEVICES_MAX:
+        for count, device_bytes in _counted_sizes(self, str(value), param, ctx):
+            if len(devices) + count > _DEVICES_MAX:
                 self.fail(f"{str(value)[:40]!r} declares more than {_DEVICES_MAX} devices on one node", param, ctx)
-            devices.extend([device_bytes] * int(count_text))
+            devices.extend([device_bytes] * count)
         return tuple(devices)
+
+
+class NodeShapes(click.ParamType[tuple[tuple[int, int], ...]]):
+    """Shapes of nodes (W4), ``8x79.65GiB,1x22.5GiB``: count and bytes of the devices of each. Empty = none."""
+
+    name = "shapes"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[tuple[int, int], ...]:
+        return value if isinstance(value, tuple) else tuple(_counted_sizes(self, str(value), param, ctx))
+
+
+def _counted_sizes(
+    of: click.ParamType[Any], text: str, param: click.Parameter | None, ctx: click.Context | None
+) -> Iterator[tuple[int, int]]:
+    """``2x80GiB,1x24GiB`` as counts and bytes; ``of`` tells what is wrong."""
+    for part in text.split(",") if text.strip() else []:
+        count_text, times, size_text = part.strip().partition("x")
+        if not times or not (count_text.isascii() and count_text.isdigit() and len(count_text) <= 6):
+            of.fail(f"{part.strip()[:40]!r} is not COUNTxSIZE: write for example 6x79.65GiB,2x22.5GiB", param, ctx)
+        try:
+            device_bytes = parse_bytes(size_text)
+        except ValueError as error:
+            of.fail(f"{part.strip()[:40]!r}: {error}", param, ctx)
+        if int(count_text) == 0 or device_bytes == 0:
+            of.fail(f"{part.strip()!r} declares nothing: count and size must be at least 1", param, ctx)
+        yield int(count_text), device_bytes
 
 
 class NatsUrl(click.ParamType[str]):
@@ -293,6 +310,14 @@ PLACEMENT_TIMEOUT_S = setting(
     default="15m",
     help="A workload fails when it is not placed for this long, counted from submission or the loss of a placement; "
     "waiting for a seat counts too, time spent placed does not. 0 = never.",
+)
+WEDGE_GRACE_S = setting(
+    "--wedge-grace",
+    name="wedge_grace_s",
+    type=SECONDS,
+    default="5m",
+    help="A placed worker that has not said a word for this long gives its seat up and avoids that node and claim for "
+    "10 minutes; pulling its image and loading its model do not count. 0 = never.",
 )
 LORA_JOBS_PER_RUNTIME = setting(
     "--lora-jobs-per-runtime", type=WholeNumber(minimum=1), default="8", help="Most jobs that share one LoRA runtime."

@@ -253,6 +253,7 @@ class World:
             sampler_device_base_bytes=GIB,
             sampler_cache_tokens=1024,
             update_staging_factor=1.0,
+            scalable_shapes=(),
             pass_every_s=4.0,
         )
 

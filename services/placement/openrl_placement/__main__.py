@@ -36,6 +36,13 @@ UPDATE_STAGING_FACTOR = settings.setting(
     default="2.5",
     help="Room for a weight update in an FFT sampler, in sizes of the model's largest tensor (1 GiB comes on top).",
 )
+SCALABLE_SHAPES = settings.setting(
+    "--scalable-shapes",
+    type=settings.NodeShapes(),
+    default="",
+    help="Shapes of nodes that could still be added, for example 8x79.65GiB,1x22.5GiB (COUNTxSIZE of a node"
+    "'s devices): what only these could hold waits for one, instead of being refused as impossible.",
+)
 PASS_EVERY_S = settings.setting(
     "--pass-every",
     name="pass_every_s",
@@ -60,6 +67,7 @@ PASS_EVERY_S = settings.setting(
     SAMPLER_DEVICE_BASE_BYTES,
     SAMPLER_CACHE_TOKENS,
     UPDATE_STAGING_FACTOR,
+    SCALABLE_SHAPES,
     PASS_EVERY_S,
 )
 def main(**parameters: object) -> None:

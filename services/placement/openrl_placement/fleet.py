@@ -45,21 +45,27 @@ class Need:
 
 @dataclass(frozen=True)
 class Kind:
-    """Nodes that are alike for the question what they could ever hold: one entry per kind, not per node."""
+    """Nodes that are alike for the question what they could ever hold: one entry per kind, not per node.
+
+    A node with devices of several sizes is of several kinds (P2): a tier has a floor and a ceiling, so a claim gets a
+    device of the size that was meant.
+    """
 
     device_bytes: int
     num_devices: int
-    roles: tuple[Role, ...]
-    host_bytes: int
+    roles: tuple[Role, ...] = ()
+    host_bytes: int = 0
     """Allocatable less what others reserve; 0 = unknown."""
 
 
 class Fleet:
     """Feed it with ``set_node``, ``set_claim``, ``set_budget``; ask it for candidates, tiers and reasons."""
 
-    def __init__(self, *, limit: int, owner_affinity: bool = True) -> None:
+    def __init__(self, *, limit: int, owner_affinity: bool = True, scalable: tuple[Kind, ...] = ()) -> None:
+        """``scalable``: shapes of nodes that could be added (W4)."""
         self.limit = limit
         self.owner_affinity = owner_affinity
+        self._scalable = scalable
         self.nodes: dict[str, NodeRecord] = {}
         self.claims: dict[str, ClaimRecord] = {}
         self._host_used: dict[str, int] = {}
@@ -89,12 +95,12 @@ class Fleet:
         if _static(before) == _static(record):
             return False
         for known, sign in ((before, -1), (record, +1)):
-            kind = _kind(known)
-            if kind is not None and known is not None:
+            for kind in _kinds(known):
                 self._kinds[kind] += sign
-                self._kinds += Counter()
-                for device in known.devices if usable(known) == "" else ():
+            if known is not None and usable(known) == "":
+                for device in known.devices:
                     self._devices[device.memory_bytes, known.roles] += sign
+        self._kinds += Counter()
         for claim in self._on_node.get(node, ()):
             self._count_devices(claim, self.claims[claim])
             self._index(claim)
@@ -160,8 +166,7 @@ class Fleet:
     def _fitting(self, shape: Shape) -> tuple[int, int]:
         """Devices that a claim for this shape could get: how many there are, how many of them are claimed.
 
-        Its node accepts the role, and it is no larger than the largest tier: P2 takes a node's smallest device for its
-        size, so the larger ones of a mixed node serve only where other nodes have that size.
+        Its node accepts the role, and it is no larger than the largest tier.
         """
         largest_bytes = max((tier.ceiling_gib for tier in self.tiers(shape)), default=0) * GIB
 
@@ -305,32 +310,31 @@ class Fleet:
 
         The catalogue (P2) is what nodes have, never what is free. Empty: no node that counts could hold it.
         """
-        sizes = {ceiling_gib(kind.device_bytes) for kind in self._kinds if _holds(kind, shape)}
+        sizes = {ceiling_gib(kind.device_bytes) for kind in (*self._kinds, *self._scalable) if _holds(kind, shape)}
         return tuple(
             Tier(count=shape.device_count, floor_bytes=shape.device_bytes, ceiling_gib=size)
             for size in sorted(sizes)[:TIERS_MAX]
         )
 
     def impossible(self, shape: Shape) -> str:
-        """W4: "" when some node could hold the shape, were it idle; else a sentence with need and largest shape.
+        """W4: "" when some node, or one that could be added, could hold the shape, were it idle; else a sentence with
+        need and largest shape.
 
         A role that no node accepts is not impossible (``RoleNotAccepted``: labels change), an empty fleet is neither.
         """
-        if not self._kinds or any(_holds(kind, shape, any_role=True) for kind in self._kinds):
+        known = (*self._kinds, *self._scalable)
+        if not self._kinds or any(_holds(kind, shape, any_role=True) for kind in known):
             return ""
-        count = f"{shape.device_count} devices" if shape.device_count != 1 else "a device"
-        wanted = f"needs {count} of {format_bytes(shape.device_bytes)}"
-        fitting = [
-            k for k in self._kinds if k.device_bytes >= shape.device_bytes and k.num_devices >= shape.device_count
-        ]
+        wanted = f"needs {_devices(shape)}"
+        fitting = [k for k in known if k.device_bytes >= shape.device_bytes and k.num_devices >= shape.device_count]
         if not fitting:
-            largest = max(self._kinds, key=lambda kind: (kind.device_bytes, kind.num_devices))
+            largest = max(known, key=lambda kind: (kind.device_bytes, kind.num_devices))
             shape_name = f"{largest.num_devices} x {format_bytes(largest.device_bytes)}"
             return f"{wanted}: the largest shape of the fleet is {shape_name} on a node"
         most = max(kind.host_bytes for kind in fitting)
         return (
-            f"needs {format_bytes(shape.host_bytes)} of host memory beside {count} of "
-            f"{format_bytes(shape.device_bytes)}: the most that such a node has is {format_bytes(most)}"
+            f"needs {format_bytes(shape.host_bytes)} of host memory beside {_devices(shape)}: "
+            f"the most that such a node has is {format_bytes(most)}"
         )
 
     # --- reasons -----------------------------------------------------------------------------------------------
@@ -348,6 +352,10 @@ class Fleet:
             return Reason.WAITING_FOR_DEVICE, "no node has joined the fleet yet"
         if not self.tiers(shape):
             return Reason.ROLE_NOT_ACCEPTED, f"no node that could hold it accepts the role {shape.role}"
+        if not any(_holds(kind, shape) for kind in self._kinds):
+            return Reason.UNSCHEDULABLE, (
+                f"no node has {_devices(shape)} yet: it waits for one that --scalable-shapes promises"
+            )
         full = self._first_full(need)
         if full is not None:
             return Reason.WAITING_FOR_SEAT, (
@@ -392,8 +400,9 @@ class Fleet:
         """P6 for an own claim: "" when some node with a device left has the memory (or none has a device left)."""
         first = ""
         for node in self.nodes.values():
-            kind = _kind(node)
-            if kind is None or not _holds(kind, shape) or self.devices_claimed(node.node) >= len(node.devices):
+            if not any(_holds(kind, shape) for kind in _kinds(node)):
+                continue
+            if self.devices_claimed(node.node) >= len(node.devices):
                 continue
             refused = host_refusal(node, self._host_used.get(node.node, 0), shape.host_bytes)
             if not refused:
@@ -442,16 +451,23 @@ def ceiling_gib(device_bytes: int) -> int:
     return -(-device_bytes // GIB)
 
 
-def _kind(node: NodeRecord | None) -> Kind | None:
-    """The kind of a node that counts for the catalogue: a suspect or lost one still could hold things later."""
-    if node is None or not node.enabled or not node.complete or not node.devices:
-        return None
-    return Kind(
-        device_bytes=min(device.memory_bytes for device in node.devices),
-        num_devices=len(node.devices),
-        roles=node.roles,
-        host_bytes=max(1, node.host_allocatable_bytes - node.host_reserved_bytes) if node.host_allocatable_bytes else 0,
-    )
+def _kinds(node: NodeRecord | None) -> list[Kind]:
+    """The kinds of a node that counts for the catalogue, one for each of its shapes (P2), sized by the smallest device.
+
+    A suspect or lost node still could hold things later.
+    """
+    if node is None or not node.enabled or not node.complete:
+        return []
+    host_bytes = max(1, node.host_allocatable_bytes - node.host_reserved_bytes) if node.host_allocatable_bytes else 0
+    shapes: defaultdict[int, list[int]] = defaultdict(list)
+    for device in node.devices:
+        shapes[ceiling_gib(device.memory_bytes)].append(device.memory_bytes)
+    return [Kind(min(sizes), len(sizes), node.roles, host_bytes) for sizes in shapes.values()]
+
+
+def _devices(shape: Shape) -> str:
+    count = f"{shape.device_count} devices" if shape.device_count != 1 else "a device"
+    return f"{count} of {format_bytes(shape.device_bytes)}"
 
 
 def _judged(record: NodeRecord, standing: Standing) -> NodeRecord:

@@ -46,7 +46,7 @@ from openrl_common.service import ServiceContext, ServiceSettings, until_stopped
 from openrl_common.store import Bucket, Entry, Mirror
 from openrl_placement import core, explain, jobs
 from openrl_placement.estimator import Constants, Model, read_model
-from openrl_placement.fleet import Fleet
+from openrl_placement.fleet import Fleet, Kind
 from openrl_placement.passes import Pass, tick
 from openrl_placement.state import Effects, Policy, State
 
@@ -86,6 +86,7 @@ class PlacementSettings(ServiceSettings):
     sampler_device_base_bytes: int
     sampler_cache_tokens: int
     update_staging_factor: float
+    scalable_shapes: tuple[tuple[int, int], ...]
     pass_every_s: float
 
 
@@ -214,7 +215,11 @@ class Placement:
         self._bus = bus
         self._config = config
         self._constants = constants_of(config)
-        fleet = Fleet(limit=config.max_seats_per_claim, owner_affinity=config.owner_affinity)
+        fleet = Fleet(
+            limit=config.max_seats_per_claim,
+            owner_affinity=config.owner_affinity,
+            scalable=tuple(Kind(device_bytes, count) for count, device_bytes in config.scalable_shapes),
+        )
         policy = Policy(
             strategy=config.placement_strategy,
             placement_timeout_s=config.placement_timeout_s,

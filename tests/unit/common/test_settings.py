@@ -126,3 +126,12 @@ def test_switches_and_durations_are_read() -> None:
 def test_a_default_can_be_changed_for_one_command() -> None:
     changed = shared.LORA_IDLE_S.with_default("30s")
     assert (changed.flag, changed.variable, changed.default) == ("--lora-idle", "OPEN_RL_LORA_IDLE", "30s")
+
+
+def test_W4_shapes_of_nodes_are_counts_and_sizes() -> None:
+    shapes = shared.NodeShapes()
+    assert shapes.convert("8x80GiB, 1x512MiB", None, None) == ((8, 80 << 30), (1, 512 << 20))
+    assert shapes.convert("", None, None) == ()
+    for wrong in ("80GiB", "0x80GiB", "-1x80GiB", "1.5x80GiB", "2xGiB", "x"):
+        with pytest.raises(click.BadParameter, match=r"COUNTxSIZE|declares nothing|GiB"):
+            shapes.convert(wrong, None, None)

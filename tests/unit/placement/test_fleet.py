@@ -20,7 +20,7 @@ from openrl_common.records import (
     Standing,
     Tier,
 )
-from openrl_placement.fleet import CANDIDATES_MAX, Fleet, Need, ceiling_gib
+from openrl_placement.fleet import CANDIDATES_MAX, Fleet, Kind, Need, ceiling_gib
 from unit.placement.desk import allocated, entry, node
 
 
@@ -172,13 +172,26 @@ def test_P13_avoided_nodes_and_claims_are_left_out() -> None:
     assert it.candidates(Need(shape(), "me", avoid=frozenset({"n1"}))) == []
 
 
-def test_P2_catalogue_names_shapes_by_whole_gib_rounded_up_and_a_node_by_its_smallest_device() -> None:
+def test_P2_catalogue_names_shapes_by_whole_gib_rounded_up_and_a_mixed_node_has_several() -> None:
     assert [ceiling_gib(int(gib * GIB)) for gib in (22.5, 79.65, 80)] == [23, 80, 80]
     it = Fleet(limit=0)
     mixed = tuple(Device(device=f"d{i}", memory_bytes=int(gib * GIB)) for i, gib in enumerate((80, 23)))
     it.set_node("n1", msgspec.structs.replace(node(), devices=mixed))
-    assert [tier.ceiling_gib for tier in it.tiers(shape(20))] == [23]
-    assert it.tiers(shape(40)) == ()
+    assert [tier.ceiling_gib for tier in it.tiers(shape(20))] == [23, 80]
+    assert [tier.ceiling_gib for tier in it.tiers(shape(40))] == [80]
+    assert it.impossible(shape(40)) == ""
+    assert "1 x 80 GiB" in it.impossible(shape(40, count=2)), "its two devices are not of one size"
+
+
+def test_W4_what_a_scalable_shape_could_hold_waits_for_it_and_is_not_impossible() -> None:
+    it = Fleet(limit=0, scalable=(Kind(device_bytes=80 * GIB, num_devices=8),))
+    it.set_node("n1", node(gib=23))
+    assert it.impossible(shape(40)) == ""
+    assert [tier.ceiling_gib for tier in it.tiers(shape(40))] == [80]
+    reason, sentence = it.why(Need(shape(40), "me"))
+    assert reason is Reason.UNSCHEDULABLE
+    assert "--scalable-shapes" in sentence
+    assert "8 x 80 GiB" in it.impossible(shape(81))
 
 
 def test_P9_tiers_are_every_shape_that_fits_tightest_first_whatever_is_free() -> None:
@@ -243,12 +256,12 @@ def test_W4_a_free_device_without_the_host_memory_beside_it_is_a_wait_for_host_m
 
 
 def test_W4_devices_that_no_claim_can_get_do_not_look_free() -> None:
-    """P1, P2: a trainer's node for a sampler, the large device of a mixed node."""
+    """P1, P2: a trainer's node for a sampler, the small device of a mixed node."""
     it = Fleet(limit=0)
     it.set_node("n1", node(devices=1, roles=(Role.TRAINER,)))
-    mixed = (Device(device="d0", memory_bytes=24 * GIB), Device(device="d1", memory_bytes=80 * GIB))
+    mixed = (Device(device="d0", memory_bytes=8 * GIB), Device(device="d1", memory_bytes=80 * GIB))
     it.set_node("n2", msgspec.structs.replace(node("n2"), devices=mixed))
-    it.set_claim("c", allocated({"a": entry("w", exclusive=True)}, node="n2", gib=24))
+    it.set_claim("c", allocated({"a": entry("w", exclusive=True)}, node="n2", gib=80))
     reason, sentence = it.why(wanting(role=Role.SAMPLER))
     assert reason is Reason.WAITING_FOR_DEVICE
     assert "all 1 devices" in sentence
