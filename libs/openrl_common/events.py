@@ -11,7 +11,7 @@ from typing import ClassVar
 import msgspec
 
 from openrl_common.names import FLEET, event_subject
-from openrl_common.records import JobSpec, NodeRecord, Reason, Shape, Tier, WeightsRecord
+from openrl_common.records import Avoid, JobSpec, NodeRecord, Reason, Shape, Tier, WeightsRecord
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
@@ -138,6 +138,8 @@ class SeatRequested(_SeatEvent, frozen=True, kw_only=True, tag="seat.requested.v
     tiers: tuple[Tier, ...]
     order: tuple[int, int] = (0, 0)
     move_from: str = ""
+    avoid: tuple[Avoid, ...] = ()
+    """Nodes on which an own claim must not be cut (P13)."""
     beside: SeatRequested | None = None
 
 

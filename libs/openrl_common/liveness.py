@@ -1,7 +1,7 @@
 """Who is alive, judged by the reader's own clock (E13, B5): the periods of beats and leases, and how they get old.
 
-Beats, leases and duties (``duty``) are values that somebody keeps rewriting. Nothing in them says when they expire: one is
-old when the reader has seen no new revision for long enough, and while the reader was cut off nothing gets old.
+Beats, leases and duties (``duty``) are values that somebody keeps rewriting. Nothing in them says when they expire: one
+is old when the reader has seen no new revision for long enough; while the reader was cut off nothing gets old.
 
 A holder counts from the moment it *sent* its last renewal that succeeded, a judge from the moment it first saw the
 revision, which is later: when a judge calls it lapsed, the holder has known for some time that it is not held.

@@ -312,6 +312,8 @@ class ClaimRecord(Record, frozen=True, kw_only=True):
     order: tuple[int, int] = (0, 0)
     limit: int = 0
     seats_peak: int = 0
+    avoid: tuple[Avoid, ...] = ()
+    """Nodes on which it must not be cut (P13): its founder could not start there."""
 
 
 class NodeEntry(Record, frozen=True, kw_only=True):
@@ -471,6 +473,9 @@ class WorkerRecord(Record, frozen=True, kw_only=True):
     """Exits of its own in a row (F4); a long healthy run starts the count anew."""
     exit_code: int | None = None
     why: str = ""
+    pulling_since: float | None = None
+    """Its image is being pulled, since when; ``pulled_s``: what that has taken before. No time of a start (F2)."""
+    pulled_s: float = 0.0
 
 
 # --- shared buckets: openrl_leases, openrl_ready -----------------------------------------------------------------

@@ -189,6 +189,8 @@ async def _work(context: ServiceContext, config: WorkerSettings, main: WorkerMai
     revision = await _go_live(worker, wait_s=config.start_gate_wait_s)
     if revision is None:
         return
+    with contextlib.suppress(Transient):
+        await worker.publish_phases()  # its first word: it has started, what takes long now is its own work (F2)
     context.checks["lease"] = check(lambda: worker.lease_held, "the lease could not be renewed lately")
     renewing = asyncio.create_task(_renew(worker, revision), name="renew lease")
     worker.turns = Turns(worker, context.registry)

@@ -75,6 +75,7 @@ class View:
     host_reserved_bytes: int = 0
     host_budget: NodeBudget = field(default_factory=NodeBudget)
     draining: bool = False
+    unix_now: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +339,9 @@ def _choose(
     view: View, claim_id: str, claim: ClaimRecord, entry: ClaimEntry, holds: Mapping[str, str], host_used_bytes: int
 ) -> Cut | str:
     """The devices for a pending claim, or why there are none, in one line with numbers."""
+    avoided = next((a for a in claim.avoid if a.node == view.node and a.until > view.unix_now), None)
+    if avoided is not None:
+        return f"node {view.node} is avoided by it for {avoided.until - view.unix_now:.0f} s more: {avoided.why}"
     if view.roles and entry.role not in view.roles:
         return f"node {view.node} takes {' and '.join(view.roles)} workers only, this is a {entry.role}"
     if view.host_allocatable_bytes and host_used_bytes + entry.host_bytes > view.host_allocatable_bytes:

@@ -208,6 +208,7 @@ class Launcher:
             host_allocatable_bytes=self._inventory.host_allocatable_bytes,
             host_budget=self._budget,
             draining=self.workers.draining,
+            unix_now=time.time(),
         )
 
     async def _carry_out(self, action: core.Action) -> None:

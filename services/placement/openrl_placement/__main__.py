@@ -59,6 +59,7 @@ PASS_EVERY_S = settings.setting(
     settings.PLACEMENT_STRATEGY,
     settings.OWNER_AFFINITY,
     settings.PLACEMENT_TIMEOUT_S,
+    settings.WEDGE_GRACE_S,
     settings.LORA_JOBS_PER_RUNTIME,
     settings.LORA_IDLE_S,
     settings.TRAINER_HOST_BASE_BYTES,

@@ -40,6 +40,7 @@ from openrl_common.records import (
     SeatRecord,
     SeatState,
     Standing,
+    WorkerRecord,
     WorkloadPhase,
     WorkloadRecord,
 )
@@ -347,6 +348,15 @@ def ready_changed(state: State, assignment: str, ready: ReadyRecord | None, now:
         state.put_workload(msgspec.structs.replace(record, phase=WorkloadPhase.STARTING, ready_at=None))
         fx.workloads[record.workload] = None
     return fx
+
+
+def worker_changed(state: State, assignment: str, worker: WorkerRecord | None, now: float) -> Effects:
+    """What a launcher says of a worker; of interest here is only that its image is being pulled (F2)."""
+    if worker is not None and (worker.pulling_since is not None or worker.pulled_s):
+        state.pulling[assignment] = worker
+    else:
+        state.pulling.pop(assignment, None)
+    return Effects()
 
 
 def ready_is_due(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:

@@ -20,6 +20,7 @@ from openrl_placement.core import booked, claim_changed, fail_impossible, ready_
 from openrl_placement.endings import drop_stray, end_if_gone, fail_workload, gone, release, runtime_idle
 from openrl_placement.state import Effects, State, alive, placed, waits
 from openrl_placement.waiting import ask, join_line, repeat_request, settle, wake_seatless
+from openrl_placement.wedge import give_up, is_wedged
 
 UNANSWERED_S = 10.0
 """A request, or a pending claim, that nobody has answered for this long is looked at again."""
@@ -153,6 +154,8 @@ def _look_again(state: State, record: WorkloadRecord, now: float, fx: Effects) -
         fx.events.append(_off_quarantine(record))  # nothing is started there any more: it would wait for ever
         return
     ready_is_due(state, state.workloads[record.workload], now, fx)
+    if is_wedged(state, state.workloads[record.workload], now):
+        give_up(state, state.workloads[record.workload], now, fx)
     asked_at = state.requested_at.get(record.workload)
     if asked_at is None and record.phase is WorkloadPhase.SUBMITTED:
         state.requested_at[record.workload] = now  # after a restart: give the answer its time

@@ -88,6 +88,7 @@ class PlacementSettings(ServiceSettings):
     update_staging_factor: float
     scalable_shapes: tuple[tuple[int, int], ...]
     pass_every_s: float
+    wedge_grace_s: float = 300.0
 
 
 class Models:
@@ -225,6 +226,7 @@ class Placement:
             placement_timeout_s=config.placement_timeout_s,
             lora_jobs_per_runtime=config.lora_jobs_per_runtime,
             lora_idle_s=config.lora_idle_s,
+            wedge_grace_s=config.wedge_grace_s,
             logs_directory=str(config.home / "logs"),
         )
         self.state = State(fleet, policy)
@@ -257,6 +259,7 @@ class Placement:
             await store.ledger_seats.mirror(on_change=self._follow(core.seat_changed)),
             await store.ledger_claims.mirror(on_change=self._follow(core.claim_changed)),
             await store.ready.mirror(on_change=self._follow(core.ready_changed)),
+            await store.workers.mirror(on_change=self._follow(core.worker_changed)),
         ]
 
     async def close(self) -> None:

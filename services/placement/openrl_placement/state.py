@@ -26,6 +26,7 @@ from openrl_common.records import (
     SeatRecord,
     Shape,
     Wait,
+    WorkerRecord,
     WorkloadPhase,
     WorkloadRecord,
 )
@@ -52,6 +53,7 @@ class Policy:
     lora_jobs_per_runtime: int = 8
     lora_idle_s: float = 600.0
     keep_ended_s: float = 7 * 86_400.0
+    wedge_grace_s: float = 300.0
     logs_directory: str = "logs"
 
 
@@ -102,6 +104,7 @@ class State:
         self.on_claim: defaultdict[str, set[str]] = defaultdict(set)
         self.seats: dict[str, SeatRecord] = {}
         self.ready: dict[str, bool] = {}
+        self.pulling: dict[str, WorkerRecord] = {}
         self.requested_at: dict[str, float] = {}
         self.sweep_at: float | None = None
         self.refused_at: defaultdict[str, dict[str, Signature]] = defaultdict(dict)

@@ -18,6 +18,7 @@ from openrl_common.records import ClaimState, WorkloadPhase, WorkloadRecord
 from openrl_placement.fleet import CANDIDATES_MAX, Need
 from openrl_placement.line import Group
 from openrl_placement.state import Effects, Signature, State, alive, need, order, waits, with_reason
+from openrl_placement.wedge import nodes_avoided
 
 PROMISES_MAX = 16
 """Requests under way for one claim that has no seat limit."""
@@ -160,6 +161,7 @@ def _request(state: State, record: WorkloadRecord, candidates: tuple[str, ...], 
             tiers=tiers,
             order=order(record),
             move_from=record.assignment if moving else "",
+            avoid=nodes_avoided(record, now),
         )
     )
 

@@ -8,6 +8,7 @@ import msgspec
 
 from openrl_common.quantities import GIB
 from openrl_common.records import (
+    Avoid,
     ClaimEntry,
     ClaimRecord,
     ClaimState,
@@ -236,6 +237,15 @@ def test_a_node_for_one_role_refuses_the_other_P1() -> None:
     (action,) = decide(view(claims={"c1": pending()}, roles=(Role.SAMPLER,)))
     assert isinstance(action, Unschedulable)
     assert action.cause == "node here takes sampler workers only, this is a trainer"
+
+
+def test_a_node_that_its_founder_avoids_does_not_cut_the_claim_until_that_expires_F2_P13() -> None:
+    wanted = msgspec.structs.replace(pending(), avoid=(Avoid(node=NODE, until=500.0, why="it did not start"),))
+    (action,) = decide(view(claims={"c1": wanted}, unix_now=440.0))
+    assert isinstance(action, Unschedulable)
+    assert action.cause == f"node {NODE} is avoided by it for 60 s more: it did not start"
+    assert isinstance(decide(view(claims={"c1": wanted}, unix_now=501.0))[0], Cut)
+    assert isinstance(decide(view(claims={"c1": wanted}, node="elsewhere", unix_now=440.0))[0], Cut)
 
 
 def test_nothing_is_allocated_while_draining_B2() -> None:

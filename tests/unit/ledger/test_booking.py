@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from openrl_common.events import (
@@ -18,6 +19,7 @@ from openrl_common.events import (
     WorkerGone,
 )
 from openrl_common.records import (
+    Avoid,
     ClaimState,
     LeaseRecord,
     LeaseState,
@@ -361,3 +363,11 @@ def test_an_old_copy_of_a_claim_neither_refuses_a_freed_seat_nor_seats_over_the_
     world.finish(world.deliver(request("w4", first.claim, found=False)), lag=1)
     assert isinstance(world.published[-1], SeatBooked)
     assert len(world.claims()[first.claim].entries) == 2
+
+
+def test_an_own_claim_keeps_what_its_founder_avoids_P13() -> None:
+    world = World(limit=0, devices=1, host_gib=100)
+    avoid = (Avoid(node="n1", until=9e9, why="it did not start"),)
+    (booked,) = world.handle(msgspec.structs.replace(request("w"), avoid=avoid))
+    assert isinstance(booked, SeatBooked)
+    assert world.claims()[booked.claim].avoid == avoid

@@ -225,6 +225,7 @@ def _found(
         order=request.order,
         limit=environment.limit,
         seats_peak=1,
+        avoid=request.avoid,
     )
     landed = yield Write(Table.CLAIMS, claim_id, claim, 0)
     if not isinstance(landed, int):
