@@ -8,7 +8,7 @@ SUITES := $(wildcard tests/unit tests/bus tests/simulation tests/e2e)
 SOURCES := $(wildcard libs services tests scripts)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-bus test-simulation test-e2e test-chaos test-docker simulate check fmt bench rules clean
+.PHONY: help setup demo test test-unit test-bus test-simulation test-e2e test-exact test-chaos test-docker simulate check fmt bench rules clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ test-e2e: setup  ## every service, for real
 
 test-chaos: setup  ## a long storm of kills, restarts, stops and full disks on the real thing (some minutes)
 	$(BIN)/python -m pytest tests/e2e -m chaos $(ARGS)
+
+test-exact: setup  ## trainers killed 50 times in 40 steps, every bit compared (some minutes)
+	$(BIN)/python -m pytest tests/bus/trainer -m exact $(ARGS)
 
 test-docker: setup  ## only what needs a Docker engine on DOCKER_HOST
 	$(BIN)/python -m pytest tests/bus -m docker $(ARGS)

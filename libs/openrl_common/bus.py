@@ -402,6 +402,28 @@ class Bus:
             raise Rejected(f"payload {reference.object_name} has another digest than announced", code="payload-lost")
         return body
 
+    async def delete_payload(self, name: str) -> None:
+        """Drop a stored body that nobody will read any more; one that is gone already is no error. Raises Transient."""
+        try:
+            store = await self.jetstream.object_store(streams.PAYLOADS)
+            await store.delete(name)
+        except nats.js.errors.NotFoundError:
+            return
+        except JETSTREAM_FAULTS as error:
+            raise Transient(f"payload {name} was not deleted: {error!r}") from error
+
+    async def purge(self, stream: str, subject: str, *, before: int = 0, keep: int = 0) -> None:
+        """Drop messages of ``subject`` (wildcards allowed): those before a stream sequence, or all but the newest.
+
+        Raises:
+            Transient: the server did not confirm it; doing it again is safe.
+        """
+        assert (before > 0) != (keep > 0)
+        try:
+            await self.jetstream.purge_stream(stream, seq=before or None, subject=subject, keep=keep or None)
+        except JETSTREAM_FAULTS as error:
+            raise Transient(f"stream {stream} was not trimmed: {error!r}") from error
+
     # --- consuming ---------------------------------------------------------------------------------------------
 
     def new_puller(

@@ -518,7 +518,7 @@ class ReadyRecord(Record, frozen=True, kw_only=True):
     detail: dict[str, str] = {}
 
 
-# --- the trainer's buckets: openrl_weights, openrl_results --------------------------------------------------------
+# --- the trainer's buckets: openrl_weights, openrl_checkpoints, openrl_results ------------------------------------
 
 
 class WeightsRecord(Record, frozen=True, kw_only=True):
@@ -537,3 +537,24 @@ class WeightsRecord(Record, frozen=True, kw_only=True):
     digest: str
     total_bytes: int
     largest_tensor_bytes: int
+
+
+class CheckpointRecord(Record, frozen=True, kw_only=True):
+    """Key ``<tenant>.<job>`` in openrl_checkpoints: the job's newest checkpoint (R5), for whoever asks where it stands.
+
+    Attributes:
+        seq: the last training-log entry in it.
+        trimmed_before: the training log has no entries of the job before this stream sequence.
+        copy_seconds: training stood still for so long; write_seconds: the disk took so long, beside it.
+    """
+
+    tenant: str
+    job: str
+    incarnation: int
+    seq: int
+    trimmed_before: int
+    directory: str
+    bytes: int
+    taken_at: float
+    copy_seconds: float = 0.0
+    write_seconds: float = 0.0

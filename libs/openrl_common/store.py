@@ -127,6 +127,10 @@ class Bucket(Generic[T]):
     async def delete(self, key: str, *, last: int | None = None) -> None:
         await self._publish(key, b"", last=last, headers={"KV-Operation": "DEL"})
 
+    async def keep_newest(self, prefix: str, num: int) -> None:
+        """Drop all but the ``num`` values written last among the keys under ``prefix``. Raises Transient."""
+        await self._bus.purge(self._stream, f"{self._root}{prefix}>", keep=num)
+
     async def list(self, prefix: str = "") -> dict[str, Entry[T]]:
         """Every entry whose key begins with ``prefix``, which must be empty or end in a dot."""
         for _ in range(_LIST_TRIES):
@@ -307,13 +311,14 @@ class Store:
         self.ledger_seats = view("openrl_ledger", "seat.", records.SeatRecord)
         self.ledger_claims = view("openrl_ledger", "claim.", records.ClaimRecord)
         self.ledger_nodes = view("openrl_ledger", "node.", records.NodeBudget)
+        self.duties = view("openrl_ledger", "duty.", records.DutyRecord)
         self.turns = view("openrl_turns", "", records.TurnRecord)
         self.nodes = view("openrl_nodes", "", records.NodeRecord)
         self.cuts = view("openrl_claims", "claim.", records.CutRecord)
         self.devices = view("openrl_claims", "dev.", records.DeviceHold)
-        self.duties = view("openrl_ledger", "duty.", records.DutyRecord)
         self.workers = view("openrl_workers", "", records.WorkerRecord)
         self.leases = view("openrl_leases", "lease.", records.LeaseRecord)
         self.ready = view("openrl_ready", "", records.ReadyRecord)
         self.weights = view("openrl_weights", "", records.WeightsRecord)
         self.results = view("openrl_results", "", wire.TrainResult)
+        self.checkpoints = view("openrl_checkpoints", "", records.CheckpointRecord)

@@ -60,6 +60,7 @@ BUCKETS = tuple(
         "openrl_ready",
         "openrl_leases",
         "openrl_weights",
+        "openrl_checkpoints",
     )
 ) + (BucketConfig("openrl_results", max_age_s=7 * _DAY_S),)
 

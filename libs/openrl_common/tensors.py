@@ -102,21 +102,8 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
     Raises:
         Rejected: not there, not readable, or not a sound safetensors file; names the file and what is wrong.
     """
-    try:
-        with path.open("rb") as file:
-            file_bytes = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if file_bytes < _LENGTH_BYTES or length > min(_HEADER_BYTES_MAX, file_bytes - _LENGTH_BYTES):
-                raise _broken(
-                    path, f"its header claims {length} bytes, the file has {file_bytes}: incomplete or not safetensors"
-                )
-            raw = file.read(length)
-    except OSError as error:
-        raise Rejected(
-            f"{path}: {error.strerror or error}; give a readable safetensors file", code="unreadable"
-        ) from error
-    if len(raw) != length:
-        raise _broken(path, f"read {len(raw)} of {length} header bytes")
+    raw, file_bytes = _raw_header(path)
+    length = len(raw)
     try:
         entries = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
@@ -138,6 +125,37 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
             path, f"its tensors end at byte {expected}, the file has {file_bytes}: incomplete or not safetensors"
         )
     return {tensor.name: tensor for tensor in headers}
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The free metadata of one file. Raises Rejected as :func:`read_header` does."""
+    read_header(path)
+    raw, _ = _raw_header(path)
+    return msgspec.json.decode(raw, type=_Metadata).values
+
+
+class _Metadata(msgspec.Struct):
+    values: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
+
+
+def _raw_header(path: Path) -> tuple[bytes, int]:
+    """The header's bytes, and how many the whole file has."""
+    try:
+        with path.open("rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if file_bytes < _LENGTH_BYTES or length > min(_HEADER_BYTES_MAX, file_bytes - _LENGTH_BYTES):
+                raise _broken(
+                    path, f"its header claims {length} bytes, the file has {file_bytes}: incomplete or not safetensors"
+                )
+            raw = file.read(length)
+    except OSError as error:
+        raise Rejected(
+            f"{path}: {error.strerror or error}; give a readable safetensors file", code="unreadable"
+        ) from error
+    if len(raw) != length:
+        raise _broken(path, f"read {len(raw)} of {length} header bytes")
+    return raw, file_bytes
 
 
 def checkpoint_files(directory: Path) -> tuple[Path, ...]:

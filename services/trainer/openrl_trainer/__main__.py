@@ -8,6 +8,7 @@ import click
 
 from openrl_common import settings
 from openrl_common.worker import WORKER_SETTINGS, run_worker
+from openrl_trainer.cadence import CadenceType
 from openrl_trainer.service import TrainerSettings, serve
 
 TRAINER_SETTINGS = (
@@ -28,6 +29,12 @@ TRAINER_SETTINGS = (
         type=settings.WholeNumber(minimum=0),
         default="0",
         help="Threads of torch on a CPU; 0: OMP_NUM_THREADS, else 1.",
+    ),
+    settings.setting(
+        "--checkpoint-every",
+        type=CadenceType(),
+        default="60s",
+        help="How often a job's training is checkpointed: a duration, or optimizer steps such as 20steps, or off.",
     ),
 )
 

@@ -15,7 +15,7 @@ Not here: order, duplicates and gaps (log.py), the bus (service.py). Blocking; t
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -25,6 +25,8 @@ from torch import Tensor
 
 from openrl_common.errors import Rejected
 from openrl_common.records import LoraSpec, WeightsRecord
+from openrl_common.states import StateInfo, state_path
+from openrl_common.weights import job_directory
 from openrl_common.wire import (
     AnyTrainRequest,
     Datum,
@@ -38,12 +40,13 @@ from openrl_common.wire import (
     TrainResult,
 )
 from openrl_trainer.batch import MicroBatch, check_data, make_micro_batch
+from openrl_trainer.checkpoints import checkpoint_directory, pin_load, pinned_load
 from openrl_trainer.losses import WITHOUT_POLICY, check_loss, chunked_logprobs, token_loss
 from openrl_trainer.model import BaseModel
 from openrl_trainer.optimizer import Adam
 from openrl_trainer.packing import default_token_budget, pack
-from openrl_trainer.state_file import OPTIMIZER_SECTIONS, SECTIONS, State, read_state, state_path, write_state
-from openrl_trainer.weights_out import VersionRequest, write_version
+from openrl_trainer.state_file import OPTIMIZER_SECTIONS, SECTIONS, State, read_state, write_state
+from openrl_trainer.weights_out import VersionRequest, copy_weights, host_copy, remove_old_versions, write_version
 
 _LOGITS_PER_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Logits held at once (R3): 64 MiB on a CPU, 256 MiB on a GPU, in float32."""
@@ -78,10 +81,15 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``weights`` is set when a version was written: the shell announces it."""
+    """``weights`` is set when a version was written: the shell announces it.
+
+    ``write``: what is left to do, off the device's thread and in the order of the log (R12); its outcome is the real
+    one. Nothing that later entries do changes what it writes.
+    """
 
     result: TrainResult
     weights: WeightsRecord | None = None
+    write: Callable[[], Outcome] | None = None
 
 
 class TrainEngine:
@@ -126,7 +134,11 @@ class TrainEngine:
                 next(steps)
             except StopIteration as ended:
                 outcome: Outcome = ended.value
-                return outcome
+                break
+        if outcome.write is not None:
+            outcome = outcome.write()
+            self.retain()
+        return outcome
 
     def steps(self, request: AnyTrainRequest, stored: TrainResult | None = None) -> Generator[None, None, Outcome]:
         """``apply`` in pieces: pauses at every safe boundary, the end of a micro-batch; returns the outcome."""
@@ -169,7 +181,7 @@ class TrainEngine:
             case SaveWeights():
                 return self._save_weights(request)
             case SaveState():
-                return Outcome(self._save_state(request))
+                return self._save_state(request)
             case LoadState():
                 return Outcome(self._load_state(request))
             case _:
@@ -179,8 +191,14 @@ class TrainEngine:
         if stored.error is None:
             if isinstance(request, SaveWeights):
                 self.version = stored.version or self.version
-            elif not isinstance(request, Forward):
-                again = (yield from self.steps(request)).result
+            elif not isinstance(request, Forward | SaveState):
+                # What decides rounding is taken from the first time, whatever this life was started with (R5).
+                budget = self.token_budget
+                self.token_budget = int(stored.metrics.get("token_budget", budget))
+                try:
+                    again = (yield from self.steps(request)).result
+                finally:
+                    self.token_budget = budget
                 if again.error is not None:
                     raise Rejected(
                         f"entry {request.seq} succeeded before and fails now ({again.error.message}):"
@@ -266,7 +284,9 @@ class TrainEngine:
         for name, gradient in fresh.items():
             held = self._gradients.get(name)
             self._gradients[name] = gradient if held is None else held.add_(gradient)
-        return TrainResult(seq=request.seq, metrics=_loss_metrics(totals, request.loss, len(micro_batches)))
+        return TrainResult(
+            seq=request.seq, metrics=_loss_metrics(totals, request.loss, len(micro_batches), self.token_budget)
+        )
 
     def _accumulate(
         self, batch: MicroBatch, request: ForwardBackward, options: dict[str, float], totals: dict[str, float]
@@ -298,34 +318,61 @@ class TrainEngine:
         return TrainResult(seq=request.seq, metrics=metrics)
 
     def _save_weights(self, request: SaveWeights) -> Outcome:
-        version = VersionRequest(
+        started = time.perf_counter()
+        weights = copy_weights(self.base, self.job.adapter)
+        copied = time.perf_counter() - started
+
+        def write() -> Outcome:
+            # The version counts those written, so it is known only when those before this one are.
+            version = VersionRequest(
+                tenant=self.job.tenant,
+                job=self.job.job,
+                incarnation=self.job.incarnation,
+                version=self.version + 1,
+                parent=self.version,
+                seq=request.seq,
+                adapter=self.job.adapter,
+                lora=self.job.lora,
+            )
+            record = write_version(self._settings.home, self.base, version, weights)
+            self.version = record.version
+            metrics = {"total_bytes": float(record.total_bytes), "copy_seconds": copied}
+            return Outcome(TrainResult(seq=request.seq, metrics=metrics, version=record.version), record)
+
+        return _written_later(request.seq, write)
+
+    def retain(self, served: Collection[int] = ()) -> None:
+        """Drop all weights versions but the newest ``keep_weights`` and those that are ``served`` (R11)."""
+        directory = job_directory(self._settings.home, self.job.tenant, self.job.job, self.job.incarnation)
+        remove_old_versions(directory, self._settings.keep_weights, served)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """What this job trains, by name: the tensors themselves."""
+        return dict[str, Tensor](self._parameters)
+
+    def state_info(self, seq: int) -> StateInfo:
+        """What a state taken after entry ``seq`` says of itself."""
+        return StateInfo(
             tenant=self.job.tenant,
             job=self.job.job,
             incarnation=self.job.incarnation,
-            version=self.version + 1,
-            parent=self.version,
-            seq=request.seq,
-            adapter=self.job.adapter,
+            seq=seq,
+            base_model=self.base.path,
             lora=self.job.lora,
         )
-        record = write_version(self._settings.home, self.base, version, keep=self._settings.keep_weights)
-        self.version = record.version
-        metrics = {"total_bytes": float(record.total_bytes)}
-        return Outcome(TrainResult(seq=request.seq, metrics=metrics, version=record.version), record)
 
-    def _save_state(self, request: SaveState) -> TrainResult:
-        path = state_path(self._settings.home, self.job.tenant, self.job.job, request.name)
+    def copy_state(self) -> State:
+        """Everything that training changes, copied to the host: parameters, gradients, optimizer."""
         state: State = {section: {} for section in SECTIONS}
-        state["parameter"] = dict[str, Tensor](self._parameters)
-        state["gradient"] = dict(self._gradients)
+        state["parameter"] = {name: host_copy(tensor) for name, tensor in self._parameters.items()}
+        state["gradient"] = {name: host_copy(tensor) for name, tensor in self._gradients.items()}
         for name, values in self._adam.state().items():
             for section, tensor in values.items():
-                state[section][name] = tensor
-        return TrainResult(seq=request.seq, metrics={"total_bytes": float(write_state(path, state))})
+                state[section][name] = host_copy(tensor)
+        return state
 
-    def _load_state(self, request: LoadState) -> TrainResult:
-        path = state_path(self._settings.home, self.job.tenant, self.job.job, request.name)
-        state = read_state(path, dict[str, Tensor](self._parameters))
+    def restore(self, state: State, version: int | None = None) -> None:
+        """Go on from a state; ``version``: the newest weights version then (None: it stays)."""
         device = self.base.device
         with torch.no_grad():
             for name, parameter in self._parameters.items():
@@ -337,7 +384,42 @@ class TrainEngine:
                 for name in state["step"]
             }
         )
-        return TrainResult(seq=request.seq)
+        self.version = self.version if version is None else version
+
+    def _save_state(self, request: SaveState) -> Outcome:
+        path = state_path(self._settings.home, self.job.tenant, self.job.job, request.name)
+        state, info = self.copy_state(), self.state_info(request.seq)
+
+        def write() -> Outcome:
+            size_bytes = write_state(path, state, info)
+            return Outcome(TrainResult(seq=request.seq, metrics={"total_bytes": float(size_bytes)}))
+
+        return _written_later(request.seq, write)
+
+    def _load_state(self, request: LoadState) -> TrainResult:
+        named = state_path(self._settings.home, self.job.tenant, self.job.job, request.name)
+        directory = checkpoint_directory(self._settings.home, self.job.tenant, self.job.job, self.job.incarnation)
+        source = pin_load(directory, request.seq, named)
+        try:
+            state, info = read_state(source, self.parameters())
+        except Rejected:
+            pinned_load(directory, request.seq).unlink(missing_ok=True)
+            raise
+        self.restore(state)
+        return TrainResult(seq=request.seq, metrics={"state_seq": float(info.seq)})
+
+
+def _written_later(seq: int, write: Callable[[], Outcome]) -> Outcome:
+    def guarded() -> Outcome:
+        started = time.perf_counter()
+        try:
+            outcome = write()
+        except Rejected as error:
+            return Outcome(TrainResult(seq=seq, error=ErrorInfo(code=error.code, message=str(error))))
+        seconds = time.perf_counter() - started
+        return replace(outcome, result=replace_metrics(outcome.result, write_seconds=seconds))
+
+    return Outcome(TrainResult(seq=seq), write=guarded)
 
 
 def replace_metrics(result: TrainResult, **metrics: float) -> TrainResult:
@@ -348,9 +430,10 @@ def replace_metrics(result: TrainResult, **metrics: float) -> TrainResult:
     )
 
 
-def _loss_metrics(totals: dict[str, float], loss: str, num_micro_batches: int) -> dict[str, float]:
+def _loss_metrics(totals: dict[str, float], loss: str, num_micro_batches: int, token_budget: int) -> dict[str, float]:
     tokens = totals["tokens"]
     metrics = {"loss": totals["loss"], "tokens": tokens, "micro_batches": float(num_micro_batches)}
+    metrics["token_budget"] = float(token_budget)
     if loss not in WITHOUT_POLICY:
         metrics["kl"] = totals["kl_sum"] / tokens
         metrics["clip_fraction"] = totals["clipped"] / tokens

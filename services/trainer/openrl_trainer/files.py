@@ -79,3 +79,14 @@ def publish_directory(temporary: Path, final: Path) -> None:
     fsync_path(temporary)
     temporary.rename(final)
     fsync_path(final.parent)
+
+
+def replace_file(path: Path, body: bytes) -> None:
+    """Give ``path`` this content, whole or not at all."""
+    temporary = path.with_name(f"{path.name}.writing")
+    with temporary.open("wb") as file:
+        file.write(body)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    fsync_path(path.parent)

@@ -1,18 +1,20 @@
 """One job of a trainer: follows its training log and answers every entry (R4, R5).
 
     tail of openrl.train.<tenant>.<job> ─▶ envelope, incarnation ─▶ LogOrder ─▶ engine (one thread, turn by turn)
-                                          └▶ openrl_weights, WeightsReady ─▶ openrl_results ─▶ answer to reply_to
+                                     background: write ─▶ openrl_weights, WeightsReady ─┤
+                                                                                        └▶ openrl_results ─▶ reply_to
 
 Invariants:
 - an entry's result is stored after everything it caused was published, and sent after it was stored: whoever has an
   answer can rely on it, and a crash in between repeats the publishing with the same ids (E6);
-- after a restart the log is read from its beginning; entries whose result is stored are applied again but neither
-  published nor answered again, save the last one, whose answer may never have left;
-- jobs take the device in turn: an ``asyncio.Lock`` serves waiters in order and each job waits with one entry (R10);
-- without a renewed lease, or outside its turn on a shared device, the device is not touched (B7, T4); a turn may pass
-  on at the end of a micro-batch, in the middle of an entry (T3).
+- after a restart the log is read from the newest checkpoint on (from its beginning when there is none); entries whose
+  result is stored are applied again but neither published nor answered again, save the last one, whose answer may
+  never have left;
+- results are stored in the order of the log, save those of what is written beside the training (R12): these are in
+  order among themselves, and a checkpoint waits for those before it;
+- a checkpoint is taken only where no entry is held back (log.py), so that its place in the log is one number.
 
-Not here: what an entry does (engine.py), which jobs there are (service.py).
+Not here: what an entry does (engine.py), whose turn it is (device.py), which jobs there are (service.py).
 """
 
 from __future__ import annotations
@@ -22,21 +24,33 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from openrl_common.bus import Delivery
 from openrl_common.errors import Rejected, Transient
-from openrl_common.events import WeightsReady
+from openrl_common.events import WeightsApplied, WeightsReady
 from openrl_common.names import train_subject
 from openrl_common.nats_server import MAX_PAYLOAD_BYTES
-from openrl_common.records import JobRecord
-from openrl_common.streams import TRAIN
+from openrl_common.records import JobRecord, WeightsRecord
+from openrl_common.streams import EVENTS, TRAIN
 from openrl_common.turns import TurnStopped
-from openrl_common.wire import TRAIN_DECODER, AnyTrainRequest, ErrorInfo, OptimStep, PayloadRef, TrainResult
+from openrl_common.wire import (
+    TRAIN_DECODER,
+    AnyTrainRequest,
+    ErrorInfo,
+    LoadState,
+    OptimStep,
+    PayloadRef,
+    SaveState,
+    SaveWeights,
+    TrainResult,
+)
 from openrl_common.worker import WorkerContext
+from openrl_trainer.background import Background
+from openrl_trainer.checkpointer import Checkpointer, InThread
+from openrl_trainer.device import Device
 from openrl_trainer.log import Apply, LogOrder, Refuse, Repeat
 from openrl_trainer.metrics import Metrics
 
@@ -48,7 +62,6 @@ T = TypeVar("T")
 
 _RESULT_BYTES_MAX = MAX_PAYLOAD_BYTES - 64 * 1024
 _RETRY_S = (0.1, 2.0)
-_LEASE_LOOK_S = 0.2
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -63,66 +76,10 @@ _ENVELOPE_DECODER = msgspec.json.Decoder(Envelope)
 _ENCODER = msgspec.json.Encoder()
 
 
-class Device:
-    """The one thread that runs torch, and the turn to use it. Waiters are served in the order they came."""
-
-    def __init__(self, context: WorkerContext, thread: ThreadPoolExecutor) -> None:
-        self._context = context
-        self._thread = thread
-        self._turn = asyncio.Lock()
-
-    async def run(self, work: Callable[[], T]) -> T:
-        """Run ``work`` in the thread, on the device. Raises TurnStopped."""
-
-        def steps() -> Generator[None, None, T]:
-            yield from ()
-            return work()
-
-        return await self.run_steps(steps())
-
-    async def run_steps(self, steps: Generator[None, None, T]) -> T:
-        """Run a piece of work that pauses at its safe boundaries; there the device may be left for a while (T3)."""
-        async with self._turn:
-            while not self._context.lease_held:  # noqa: ASYNC110 (time passing changes it, nobody sets it)
-                await asyncio.sleep(_LEASE_LOOK_S)
-            async with self._context.turn():
-                # Once begun, a piece of work ends before the turn passes on, also when its job is cancelled meanwhile.
-                running = asyncio.ensure_future(self._to_the_end(steps))
-                try:
-                    return await asyncio.shield(running)
-                except asyncio.CancelledError:
-                    await asyncio.wait({running})
-                    raise
-
-    async def run_anywhere(self, work: Callable[[], T]) -> T:
-        """Run ``work`` in the thread, whoever has the device: imports, moving tensors, dropping them."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    async def _to_the_end(self, steps: Generator[None, None, T]) -> T:
-        while True:
-            paused, value = await self.run_anywhere(lambda: _next(steps))
-            if not paused:
-                return cast(T, value)
-            try:
-                await self._context.boundary()
-            except TurnStopped:
-                await self.run_anywhere(steps.close)  # torch's modes belong to that thread
-                raise
-
-
-def _next(steps: Generator[None, None, T]) -> tuple[bool, T | None]:
-    """One piece, in the thread: whether it paused, else what it returned (StopIteration cannot cross a future)."""
-    try:
-        next(steps)
-    except StopIteration as ended:
-        return False, ended.value
-    return True, None
-
-
 class JobRunner:
     """``prepare``, ``run`` until ``stop`` (the entry in hand is finished and answered), ``close``.
 
-    ``make_engine`` runs in the device's thread.
+    ``make_engine`` runs in the device's thread, ``on_disk`` runs what reads and writes files.
     """
 
     def __init__(
@@ -131,6 +88,8 @@ class JobRunner:
         device: Device,
         record: JobRecord,
         make_engine: Callable[[], TrainEngine],
+        on_disk: InThread,
+        checkpointer: Checkpointer,
         metrics: Metrics,
         on_first_step: Callable[[float], Awaitable[None]],
     ) -> None:
@@ -139,13 +98,18 @@ class JobRunner:
         self._device = device
         self._record = record
         self._make_engine = make_engine
+        self._on_disk = on_disk
+        self._checkpointer = checkpointer
+        self._background: Background
         self._metrics = metrics
         self._on_first_step = on_first_step
         self._order: LogOrder[Delivery] = LogOrder()
         self._engine: TrainEngine | None = None
         self._broken: ErrorInfo | None = None
         self._stopping = asyncio.Event()
-        self._replaying = True
+        self._replay_until = 0
+        """Stream sequence of the last entry that an earlier life may have applied."""
+        self._start_at = 1
         self._begun_at = 0.0
 
     @property
@@ -153,12 +117,23 @@ class JobRunner:
         return f"{self._record.tenant}.{self._record.job}"
 
     async def prepare(self) -> None:
-        """Make the engine. A job whose settings cannot be used stays, and answers every request with the reason."""
+        """Make the engine, where its newest checkpoint stood.
+
+        A job whose settings cannot be used, or whose state is lost, stays, and answers every request with the reason.
+        """
+        last = await self._retried(lambda: self._bus.last(stream=TRAIN.name, subject=self._subject))
+        self._replay_until = last.sequence if last is not None else 0
         try:
-            self._engine = await self._device.run(self._make_engine)
+            engine = self._engine = await self._device.run(self._make_engine)
+            mark = await self._retried(lambda: self._checkpointer.restore(engine, self._on_disk, self._device.run))
         except Rejected as error:
             log.warning("job cannot be trained job=%s: %s", self.name, error)
             self._broken = ErrorInfo(code=error.code, message=str(error))
+            if error.code == "state-lost":
+                self._order.expected = self._checkpointer.lost_after + 1
+            return
+        if mark is not None:
+            self._order.expected, self._start_at = mark.seq + 1, mark.position
 
     def stop(self) -> None:
         self._stopping.set()
@@ -169,14 +144,26 @@ class JobRunner:
         return self._engine
 
     async def run(self) -> None:
-        subject = train_subject(self._record.tenant, self._record.job)
-        async with contextlib.aclosing(self._bus.tail(stream=TRAIN.name, subject=subject)) as entries:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._background = Background(tasks.create_task)
+                await self._follow()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from group
+
+    async def _follow(self) -> None:
+        tail = self._bus.tail(stream=TRAIN.name, subject=self._subject, start_sequence=self._start_at)
+        async with contextlib.aclosing(tail) as entries:
             while (delivery := await self._next(entries)) is not None:
                 try:
                     await self._take(delivery)
                 except TurnStopped as stopped:
                     log.info("job %s: %s", self.name, stopped)
                     return  # the log still has the entry
+
+    @property
+    def _subject(self) -> str:
+        return train_subject(self._record.tenant, self._record.job)
 
     async def close(self) -> None:
         """Give the engine's memory back, so that the next job finds it."""
@@ -215,16 +202,25 @@ class JobRunner:
                     if self._stopping.is_set():
                         return  # the log still has them
                     await self._apply(entry)
+                if not self._order.held and self._checkpointer.due(self._order.expected - 1):
+                    await self._checkpoint(delivery.sequence + 1)
             case Repeat(seq):
-                stored = await self._retried(lambda: self._bus.store.results.get(self._key(seq)))
-                if stored is not None:
-                    await self._answer(envelope.reply_to, stored.value)
+                await self._repeat(seq, envelope.reply_to)
             case Refuse(code, message):
                 await self._answer(
                     envelope.reply_to, TrainResult(seq=envelope.seq, error=ErrorInfo(code=code, message=message))
                 )
             case _:  # held: the missing entry brings it back
                 log.info("entry %d of job %s waits for entry %d", envelope.seq, self.name, self._order.expected)
+
+    async def _repeat(self, seq: int, reply_to: str) -> None:
+        """The stored result again. One that is being written still is answered when it stands."""
+        stored = await self._stored(seq)
+        if stored is None and seq <= self._checkpointer.trimmed_seq:
+            message = f"the result of entry {seq} is not kept any more: it was answered long ago"
+            stored = TrainResult(seq=seq, error=ErrorInfo(code="result-trimmed", message=message))
+        if stored is not None:
+            await self._answer(reply_to, stored)
 
     async def _refuse_incarnation(self, envelope: Envelope, delivery: Delivery) -> None:
         """Answer only requests sent since this job began: the old job's whole log is on the same subject."""
@@ -239,44 +235,98 @@ class JobRunner:
 
     async def _apply(self, delivery: Delivery) -> None:
         envelope = _ENVELOPE_DECODER.decode(delivery.body)
-        stored = await self._stored(envelope.seq)
+        stored = await self._stored(envelope.seq) if delivery.sequence <= self._replay_until else None
         started = time.time()
+        request: AnyTrainRequest | None = None
         try:
             request = await self._request_of(delivery, envelope)
+            await self._wait_for_writes(request)
             outcome = await self._run_engine(request, stored)
         except Rejected as error:
             if error.code == "state-lost":
                 self._broken = ErrorInfo(code=error.code, message=str(error))
             request, outcome = None, _failed(envelope.seq, error.code, str(error))
+        if isinstance(request, OptimStep):
+            self._checkpointer.steps += 1
         if stored is not None:
             if await self._stored(envelope.seq + 1) is None:
                 await self._answer(envelope.reply_to, stored)
-            return
+        elif outcome.write is not None:
+            write = outcome.write
+            await self._background.give(lambda: self._write(write, envelope, request, started))
+        else:
+            await self._settle(outcome, envelope, request, started)
+
+    async def _wait_for_writes(self, request: AnyTrainRequest) -> None:
+        if isinstance(request, LoadState):
+            await self._background.idle()  # it may load what is being written
+        elif isinstance(request, SaveWeights | SaveState):
+            await self._background.room()
+
+    async def _write(
+        self, write: Callable[[], Outcome], envelope: Envelope, request: AnyTrainRequest | None, started: float
+    ) -> None:
+        outcome: Outcome = await self._on_disk(write)
+        await self._settle(outcome, envelope, request, started)
+        if outcome.weights is not None and (engine := self._engine) is not None:
+            served = await self._served_versions()
+            await self._on_disk(lambda: engine.retain(served))
+
+    async def _settle(
+        self, outcome: Outcome, envelope: Envelope, request: AnyTrainRequest | None, started: float
+    ) -> None:
+        """Publish what an entry caused, store its result, answer it."""
         result, body = _encoded(outcome.result)
         if outcome.weights is not None:
-            await self._announce(outcome)
+            await self._announce(outcome.weights)
         await self._retried(lambda: self._bus.store.results.put(self._key(envelope.seq), result))
+        self._checkpointer.applied_seq = max(self._checkpointer.applied_seq, envelope.seq)
         if envelope.reply_to:
             await self._bus.send(envelope.reply_to, body)
         await self._note(request, result, started)
 
+    async def _served_versions(self) -> tuple[int, ...]:
+        """The version that a sampler of this job said it applied last: it may read the files again (R11)."""
+        subject = WeightsApplied(
+            tenant=self._record.tenant, job=self._record.job, incarnation=self._record.incarnation, version=0,
+            assignment="", seconds=0.0, peak_extra_bytes=0,
+        ).subject  # fmt: skip
+        last = await self._retried(lambda: self._bus.last(stream=EVENTS.name, subject=subject))
+        if last is None:
+            return ()
+        applied = msgspec.json.decode(last.body, type=WeightsApplied)
+        return (applied.version,) if applied.incarnation == self._record.incarnation else ()
+
+    async def _checkpoint(self, position: int) -> None:
+        """Copy the job's state and have it written: every entry before ``position`` is in it, no later one."""
+        engine = self._engine
+        if engine is None or self._broken is not None:
+            return
+        from openrl_trainer.checkpoints import Mark
+
+        await self._background.room()
+        seq, payloads = self._order.expected - 1, dict(self._checkpointer.payloads)
+        started = time.monotonic()
+        state = await self._device.run(engine.copy_state)
+        self._checkpointer.copied(seq, time.monotonic() - started)
+
+        async def write() -> None:
+            # Versions before it are written by now, those behind it are not.
+            mark = Mark(seq=seq, position=position, version=engine.version, payloads=payloads)
+            await self._checkpointer.write(mark, state, engine, self._on_disk)
+
+        await self._background.give(write)
+
     async def _stored(self, seq: int) -> TrainResult | None:
-        """The result an earlier life stored. Results are stored in order, so the first miss ends the replay."""
-        if not self._replaying:
-            return None
         entry = await self._retried(lambda: self._bus.store.results.get(self._key(seq)))
-        if entry is None:
-            self._replaying = False
-            if seq > 1:
-                log.info("job %s is where it was: %d entries replayed", self.name, seq - 1)
-            return None
-        return entry.value
+        return None if entry is None else entry.value
 
     async def _request_of(self, delivery: Delivery, envelope: Envelope) -> AnyTrainRequest:
         """The whole request, fetched when it travels by reference (R7). Raises Rejected."""
         request = _decoded(delivery.body)
         if not isinstance(request, PayloadRef):
             return request
+        self._checkpointer.payloads[request.object_name] = delivery.sequence
         body = await self._retried(lambda: self._bus.get_payload(request))
         carried = _decoded(body)
         if isinstance(carried, PayloadRef) or (carried.seq, carried.incarnation) != (request.seq, request.incarnation):
@@ -302,9 +352,7 @@ class JobRunner:
 
         return await self._device.run_steps(steps())
 
-    async def _announce(self, outcome: Outcome) -> None:
-        weights = outcome.weights
-        assert weights is not None
+    async def _announce(self, weights: WeightsRecord) -> None:
         key = f"{weights.tenant}.{weights.job}"
         await self._retried(lambda: self._bus.store.weights.put(key, weights))
         event = WeightsReady(

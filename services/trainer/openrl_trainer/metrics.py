@@ -24,6 +24,27 @@ class Metrics:
             registry=registry,
         )
 
+        self._checkpoints = Counter(
+            "openrl_trainer_checkpoints_total", "Checkpoints written, by outcome.", ["outcome"], registry=registry
+        )
+        self._checkpoint_bytes = Gauge(
+            "openrl_trainer_checkpoint_bytes", "Size of the newest checkpoint.", registry=registry
+        )
+        self._checkpoint_seconds = Histogram(
+            "openrl_trainer_checkpoint_seconds",
+            "Of a checkpoint: copy (training stands still) and write (beside training).",
+            ["part"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+
+    def checkpoint(self, outcome: str, size_bytes: int, copy_s: float, write_s: float) -> None:
+        self._checkpoints.labels(outcome).inc()
+        if outcome == "ok":
+            self._checkpoint_bytes.set(size_bytes)
+            self._checkpoint_seconds.labels("copy").observe(copy_s)
+            self._checkpoint_seconds.labels("write").observe(write_s)
+
     def entry(self, operation: str, outcome: str, seconds: float) -> None:
         self._entries.labels(operation, outcome).inc()
         self._seconds.labels(operation).observe(seconds)

@@ -16,17 +16,20 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from openrl_common.parking import Parking
 from openrl_common.records import JobKind, JobRecord, LoraSpec, Phase
 from openrl_common.store import Entry, Mirror
 from openrl_common.turns import Moved
 from openrl_common.worker import WorkerContext, WorkerSettings
-from openrl_trainer.job_runner import Device, JobRunner
+from openrl_trainer.cadence import Cadence
+from openrl_trainer.checkpointer import Checkpointer
+from openrl_trainer.device import Device
+from openrl_trainer.job_runner import JobRunner
 from openrl_trainer.metrics import Metrics
 from openrl_trainer.model_path import check_model_path
 
@@ -50,6 +53,7 @@ class TrainerSettings(WorkerSettings):
     train_token_budget: int
     keep_weights: int
     torch_threads: int
+    checkpoint_every: Cadence
 
 
 async def serve(context: WorkerContext, config: TrainerSettings) -> None:
@@ -81,6 +85,7 @@ class Trainer:
         self._context = context
         self._config = config
         self._device = Device(context, thread)
+        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="disk")
         self._metrics = Metrics(context.service.registry)
         self._base: BaseModel
         self._parking: Parking
@@ -103,6 +108,7 @@ class Trainer:
             self._base = await self._device.run(self._load)
         context.movers(self._park, self._resume)
         self._jobs = await context.store.jobs.mirror(on_change=self._on_change)
+        await self._remove_ended()
         with context.stamp("jobs"):
             await self._reconcile()
         await context.ready(
@@ -181,6 +187,10 @@ class Trainer:
                     self._device,
                     record,
                     lambda record=record: self._make_engine(record),  # type: ignore[misc]
+                    self._on_disk,
+                    Checkpointer(
+                        self._context.bus, record, self._context.home, self._config.checkpoint_every, self._metrics
+                    ),
                     self._metrics,
                     self._on_step,
                 )
@@ -196,6 +206,26 @@ class Trainer:
         await task
         await runner.close()
         log.info("job %s.%s incarnation %d is no longer served", *job)
+
+    async def _on_disk(self, work: Callable[[], Any]) -> Any:
+        """Run what reads and writes files beside the training (R12): one at a time, nothing of torch's but copies."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work)
+
+    async def _remove_ended(self) -> None:
+        """Checkpoints of jobs that are over are nobody's: remove them (R5, bounded space)."""
+        from openrl_trainer.checkpoints import remove_ended
+
+        assert self._jobs is not None
+        records = {(entry.value.tenant, entry.value.job): entry.value for entry in self._jobs.entries.values()}
+
+        def is_over(tenant: str, job: str, incarnation: int) -> bool:
+            record = records.get((tenant, job))
+            if record is None:
+                return False  # a mirror that lags is no reason
+            return record.incarnation > incarnation or (record.incarnation == incarnation and record.phase.ended)
+
+        for directory in await self._on_disk(lambda: remove_ended(self._context.home, is_over)):
+            log.info("removed the checkpoints of a job that is over: %s", directory)
 
     def _make_engine(self, record: JobRecord) -> TrainEngine:
         from openrl_trainer.engine import EngineSettings, JobSettings, TrainEngine

@@ -1,28 +1,28 @@
-"""A job's training state in one safetensors file: ``<home>/state/<tenant>/<job>/<name>.safetensors``.
+"""A job's training state in one safetensors file: what ``save_state`` keeps and what checkpoints are made of (R5).
 
-Holds the trained parameters, AdamW's moments and step counts, and the gradients accumulated so far, so that
-``load_state`` puts the job exactly where ``save_state`` left it (random numbers need no state: they are seeded per log
-entry). One file, because one rename replaces it whole. A name may be loaded by a later incarnation of the same job.
+Holds the trained parameters, AdamW's moments, step counts and masters, and the gradients accumulated so far, so that
+whoever loads it stands exactly where it was taken (random numbers need no state: they are seeded per log entry). One
+file, because one rename replaces it whole. The file's ``openrl`` metadata says whose and from when it is.
 
-Not here: the automatic checkpoints of R5.
+    <home>/state/<tenant>/<job>/<name>.safetensors      named, replaced by the next of its name; any later incarnation
+                                                        of the job may load it
 """
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
+import msgspec
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
 from openrl_common.errors import Rejected
-from openrl_common.names import check_name
+from openrl_common.states import StateInfo, read_info
 from openrl_trainer.files import disk_errors, fsync_path
 
-_NAME_CHARACTERS_MAX = 64
 OPTIMIZER_SECTIONS = ("exp_avg", "exp_avg_sq", "step", "master")
 SECTIONS = ("parameter", "gradient", *OPTIMIZER_SECTIONS)
 
@@ -30,11 +30,7 @@ State = dict[str, dict[str, Tensor]]
 """Section → parameter name → tensor; the sections are ``SECTIONS``."""
 
 
-def state_path(home: Path, tenant: str, job: str, name: str) -> Path:
-    return home / "state" / tenant / job / f"{check_name('state name', name, _NAME_CHARACTERS_MAX)}.safetensors"
-
-
-def write_state(path: Path, state: State) -> int:
+def write_state(path: Path, state: State, info: StateInfo) -> int:
     """Replace the file at ``path``; returns its size in bytes. Raises Rejected (``disk-full``, ``write-failed``)."""
     tensors = {
         f"{section}/{name}": tensor.detach().contiguous()
@@ -45,7 +41,7 @@ def write_state(path: Path, state: State) -> int:
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            metadata = {"format": "pt", "sections": json.dumps(SECTIONS)}
+            metadata = {"format": "pt", "openrl": msgspec.json.encode(info).decode()}
             safetensors.torch.save_file(tensors, temporary, metadata=metadata)
             size_bytes = temporary.stat().st_size
             fsync_path(temporary)
@@ -56,7 +52,7 @@ def write_state(path: Path, state: State) -> int:
     return size_bytes
 
 
-def read_state(path: Path, parameters: dict[str, Tensor]) -> State:
+def read_state(path: Path, parameters: dict[str, Tensor]) -> tuple[State, StateInfo]:
     """Read and check a whole state before anything of it is used.
 
     Raises:
@@ -85,4 +81,4 @@ def read_state(path: Path, parameters: dict[str, Tensor]) -> State:
         raise Rejected(f"load_state: {path} lacks {absent[0]!r} and {len(absent) - 1} more", code="bad-state")
     if not state["step"].keys() == state["exp_avg"].keys() == state["exp_avg_sq"].keys():
         raise Rejected(f"load_state: {path} has an incomplete optimizer state", code="bad-state")
-    return state
+    return state, read_info(path)

@@ -4,7 +4,8 @@ Format ``full`` is a Hugging Face directory that ``from_pretrained`` loads (tied
 the PEFT layout that ``PeftModel.from_pretrained`` loads. Nothing in it depends on the clock, so that a replayed log
 (R5) writes the same bytes and finds its own directory standing.
 
-Simplified: no delta format, written on the training thread (R12 comes later), retention by count alone.
+Writing happens beside the training, from a copy (R12): nothing here looks at a parameter of the model after
+``copy_weights``.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors.torch
+import torch
+from torch import Tensor
 
 from openrl_common.errors import Rejected
 from openrl_common.records import LoraSpec, WeightsRecord
@@ -49,32 +53,49 @@ class VersionRequest:
     lora: LoraSpec | None = None
 
 
-def write_version(home: Path, base: BaseModel, request: VersionRequest, *, keep: int) -> WeightsRecord:
-    """Write one version and drop all but the newest ``keep``.
+Weights = dict[str, Tensor]
+"""Tensors on the host by the name they are saved under; tied ones share their storage, as in the model."""
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy in host memory, contiguous, that nothing else writes to."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def copy_weights(base: BaseModel, adapter: str) -> Weights:
+    """What a version is written from: the adapter in PEFT's layout, or the whole model when ``adapter`` is empty."""
+    source: Weights = base.adapter_tensors(adapter) if adapter else base.model.state_dict()
+    copies: dict[tuple[int, torch.Size], Tensor] = {}
+    return {
+        name: copies.setdefault((tensor.data_ptr(), tensor.shape), host_copy(tensor)) for name, tensor in source.items()
+    }
+
+
+def write_version(home: Path, base: BaseModel, request: VersionRequest, weights: Weights) -> WeightsRecord:
+    """Write one version.
 
     Raises:
         Rejected: ``disk-full`` or ``write-failed``; the versions before it are untouched.
     """
     final = version_directory(home, request.tenant, request.job, request.incarnation, request.version)
-    with disk_errors(final), temporary_directory(final) as temporary:
-        if request.adapter:
-            _write_adapter(base, request.adapter, temporary)
-        else:
-            base.model.save_pretrained(str(temporary))
-        manifest = _describe(temporary, base.path, request)
-        body = encode_manifest(manifest)
-        (temporary / MANIFEST).write_bytes(body)
-        digest = hashlib.sha256(body).hexdigest()
-        if not _stands(final, digest):
+    with disk_errors(final):
+        if (standing := _standing(final, request)) is not None:
+            return standing
+        with temporary_directory(final) as temporary:
+            if request.adapter:
+                _write_adapter(base, request.adapter, weights, temporary)
+            else:
+                base.model.save_pretrained(str(temporary), state_dict=dict(weights))
+            manifest = _describe(temporary, base.path, request)
+            body = encode_manifest(manifest)
+            (temporary / MANIFEST).write_bytes(body)
             shutil.rmtree(final, ignore_errors=True)
             publish_directory(temporary, final)
-    remove_old_versions(final.parent, keep)
-    return weights_record(manifest, final, digest)
+    return weights_record(manifest, final, hashlib.sha256(body).hexdigest())
 
 
-def _write_adapter(base: BaseModel, adapter: str, directory: Path) -> None:
-    tensors = {name: tensor.detach().contiguous() for name, tensor in base.adapter_tensors(adapter).items()}
-    safetensors.torch.save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+def _write_adapter(base: BaseModel, adapter: str, weights: Weights, directory: Path) -> None:
+    safetensors.torch.save_file(weights, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     config = copy.deepcopy(base.adapter_config(adapter))
     config.inference_mode = True
     config.save_pretrained(str(directory))
@@ -101,17 +122,24 @@ def _describe(directory: Path, base_model: str, request: VersionRequest) -> Weig
     )
 
 
-def _stands(final: Path, digest: str) -> bool:
-    """Whether this very version is there already: an earlier life of this trainer got that far."""
+def _standing(final: Path, request: VersionRequest) -> WeightsRecord | None:
+    """This very version, when an earlier life of this trainer got that far: same log, same bits (R5), so it stays."""
     try:
-        verify_files(read_manifest(final / MANIFEST, digest), final)
+        manifest = read_manifest(final / MANIFEST)
+        verify_files(manifest, final)
     except Rejected:
-        return False
-    return True
+        return None
+    if (manifest.incarnation, manifest.version, manifest.seq) != (request.incarnation, request.version, request.seq):
+        return None
+    return weights_record(manifest, final, hash_file(final / MANIFEST))
 
 
-def remove_old_versions(directory: Path, keep: int) -> None:
-    """Keep the ``keep`` newest version directories. A directory that cannot be removed is left for the next time."""
+def remove_old_versions(directory: Path, keep: int, served: Collection[int] = ()) -> None:
+    """Keep the ``keep`` newest version directories and the versions ``served``.
+
+    A directory that cannot be removed is left for the next time.
+    """
     versions = sorted(path for path in directory.glob("v[0-9]*") if path.is_dir())
     for path in versions[: max(0, len(versions) - keep)]:
-        shutil.rmtree(path, ignore_errors=True)
+        if int(path.name[1:]) not in served:
+            shutil.rmtree(path, ignore_errors=True)

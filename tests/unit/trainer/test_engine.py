@@ -305,12 +305,26 @@ def test_the_same_log_gives_the_same_bits_R5(new_engine: Engines, lora: LoraSpec
 
 
 def test_a_replay_that_fails_where_it_had_succeeded_says_the_state_is_lost_R5(new_engine: Engines) -> None:
-    engine, other = new_engine(), new_engine(token_budget=8)
+    engine, other = new_engine(), new_engine()
     entry = learn(1, random_data(1))
     stored = engine.apply(entry).result
+    other.base.length_max = 8
     with pytest.raises(Rejected) as caught:
         other.apply(entry, stored)
     assert caught.value.code == "state-lost"
+
+
+def test_a_replay_packs_as_the_first_time_whatever_budget_it_was_started_with_R5(new_engine: Engines) -> None:
+    engine, other, unlike = new_engine(token_budget=24), new_engine(token_budget=1024), new_engine(token_budget=1024)
+    entries = [learn(1, random_data(1)), step(2)]
+    stored = [engine.apply(entry).result for entry in entries]
+    assert stored[0].metrics["micro_batches"] > 1
+    for entry, result in zip(entries, stored, strict=True):
+        other.apply(entry, result)
+        unlike.apply(entry)
+    assert same(parameters(engine), parameters(other))
+    assert not same(parameters(engine), parameters(unlike)), "packing shows in the bits: the test can fail"
+    assert other.token_budget == 1024
 
 
 @KINDS
