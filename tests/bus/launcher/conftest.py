@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from bus.launcher.launcher_helpers import FAKE_WORKERS, Ledger, until
@@ -17,10 +15,10 @@ from openrl_common import streams
 from openrl_common.bus import Bus
 from openrl_common.nats_server import NatsServer
 from openrl_common.quantities import GIB
-from openrl_launcher import local
 from openrl_launcher.local import LocalBackend
 from openrl_launcher.service import Launcher
 from openrl_launcher.settings import LauncherSettings
+from support import end_workers
 
 
 @pytest.fixture
@@ -47,14 +45,7 @@ async def ledger(nats_url: str, home: Path) -> AsyncIterator[Ledger]:
     listening.cancel()
     await asyncio.gather(listening, return_exceptions=True)
     await bus.close()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("OPEN_RL_HOME") == str(home) and process.pid != os.getpid():
-                process.kill()
-                with contextlib.suppress(psutil.TimeoutExpired):
-                    process.wait(5)
-    while local._CHILDREN:  # started by a launcher within this process, which has left them running
-        local._CHILDREN.popitem()[1].wait()
+    end_workers(home)
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from openrl_common.records import (
 from openrl_launcher.local import LocalBackend
 from openrl_launcher.service import Launcher
 from openrl_launcher.settings import LauncherSettings
+from support import end_workers
 
 FAKE_WORKERS = Path(__file__).parent / "fake_workers"
 DEVICE_GIB = 10
@@ -162,10 +163,7 @@ async def world(nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.Mon
     if world.ledger is not None:
         world.ledger.kill()
         world.ledger.wait()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("OPEN_RL_HOME") == str(home):
-                process.kill()
+    end_workers(home)
     await launcher_bus.close()
     await bus.close()
     assert not world.lines(what="double"), "two workers were on a device that does not hold both"
