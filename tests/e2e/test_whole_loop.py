@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import msgspec
 import psutil
 import pytest
 
+from e2e.conftest import SETTINGS
 from openrl_client import connect
 from openrl_client.metrics import Metrics
 from openrl_client.recipes import GrpoSettings, RecipeSettings, SftSettings, run_recipe
@@ -199,3 +201,22 @@ async def test_sigterm_drains_each_service_and_exits_cleanly(system: LocalSystem
         assert all(psutil.Process(pid).is_running() for pid in workers)
         await job.finish()
         await nothing_is_held(client.bus)
+
+
+async def test_P12_a_runtime_warmed_ahead_serves_the_first_job_without_a_start(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    async with LocalSystem(tmp_path / "home", environment={**SETTINGS, "OPEN_RL_LORA_IDLE": "60s"}) as system:
+        arguments = ["warm", str(tiny_model), "--rank", "16", "--dtype", "float32", "--nats-url", system.nats_url]
+        process = await asyncio.create_subprocess_exec(
+            Path(sys.executable).parent / "openrl", *arguments, stdout=asyncio.subprocess.PIPE
+        )
+        output, _ = await process.communicate()
+        assert process.returncode == 0
+        assert output.decode().startswith("runtime/")
+        async with connect(system.nats_url) as client:
+            workers = {entry.value.pid for entry in (await client.bus.store.workers.list()).values()}
+            job = await client.submit(spec(tiny_model, "first", JobKind.LORA))
+            await job.ready(30)
+            assert f"runtime/{job.record.runtime} warm" == output.decode().strip()
+            assert {entry.value.pid for entry in (await client.bus.store.workers.list()).values()} == workers

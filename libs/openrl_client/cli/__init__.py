@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "down": ("system", "down", "Stop it; its state stays."),
     "run": ("jobs", "run", "Publish a job and run a recipe on it to the end."),
     "submit": ("jobs", "submit", "Publish a job that something else will drive."),
+    "warm": ("jobs", "warm", "Start the LoRA workers of a model ahead of its first job."),
     "cancel": ("jobs", "cancel", "End jobs now."),
     "wait": ("jobs", "wait", "Wait until a job is ready or has ended."),
     "get": ("get", "get", "List jobs, workloads, claims or nodes."),

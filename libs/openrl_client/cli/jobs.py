@@ -1,4 +1,4 @@
-"""``openrl run``, ``submit``, ``cancel``, ``wait``: jobs from the command line."""
+"""``openrl run``, ``submit``, ``warm``, ``cancel``, ``wait``: jobs from the command line."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import click
 import msgspec
 
 from openrl_client.cli.common import Where, connection, run_async, table, timeout_option
-from openrl_client.cli.options import job_options, recipe_options, spec_of
+from openrl_client.cli.options import job_options, recipe_options, runtime_options, spec_of
 from openrl_client.cli.progress import Reporter
 from openrl_client.errors import JobEndedError, OpenRLError, Rejected
-from openrl_common.records import JobPhase, JobSpec
+from openrl_common.records import JobKind, JobPhase, JobSpec
 
 CANCEL_S = 30.0
 
@@ -115,6 +115,40 @@ def submit(where: Where, file: Path | None, wait_ready: bool, timeout_s: float |
                     await job.ready(timeout_s, report.waiting)
 
     run_async(main())
+
+
+@click.command()
+@click.argument("base_model", metavar="MODEL")
+@runtime_options
+@timeout_option(None, "Give up when the workers are not ready after this long.")
+@connection
+def warm(where: Where, base_model: str, timeout_s: float | None, **parameters: Any) -> None:
+    """Start the LoRA workers of MODEL ahead of its first job, and wait until they are ready.
+
+    A LoRA job with the same model, rank, dtype, engine and exclusivity then starts at once. Without a job they are
+    kept for --lora-idle (`openrl up --help`).
+    """
+    name = f"warm-{secrets.token_hex(4)}"
+    spec = spec_of({**parameters, "name": name, "base_model": base_model, "kind": JobKind.LORA.value})
+
+    async def main() -> str:
+        # A job that only looks in: what it leaves behind is the runtime it was given (P12).
+        submission: list[str] = []
+        async with where.connect() as client:
+            with Reporter(name) as report:
+                try:
+                    job = await client.submit(spec, on_published=submission.append)
+                    record = await job.ready(timeout_s, report.waiting)
+                except Rejected:
+                    raise
+                except BaseException:
+                    if submission:
+                        await give_up(client, name, submission[0], report)
+                    raise
+            await job.finish()
+            return record.runtime
+
+    click.echo(f"runtime/{run_async(main())} warm")
 
 
 @click.command()

@@ -58,22 +58,32 @@ class FinitePositive(click.ParamType[float]):
         return number
 
 
+_RANK = click.option("--rank", type=click.IntRange(1, 512), help="LoRA rank. [default: 16]")
+_DTYPE = click.option(
+    "--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), help="Of the weights. [default: auto]"
+)
+_EXCLUSIVE = click.option("--exclusive/--shared", default=None, help="May it share its device? [default: by kind]")
+_PRIORITY = click.option(
+    "--priority", type=click.IntRange(-1000, 1000), help="Higher goes first in the waiting line. [default: 0]"
+)
+_ENGINE = click.option("--engine", help="Sampling engine. [default: auto]")
+
+runtime_options = _stack(_RANK, _DTYPE, _EXCLUSIVE, _PRIORITY, _ENGINE)
+
 job_options = _stack(
     click.option("--name", help="The job's name; `run` makes one up."),
     click.option("--model", "base_model", help="Directory of a Hugging Face model that the workers can read."),
     click.option("--kind", type=click.Choice([kind.value for kind in JobKind]), help="Adapters, or all weights."),
-    click.option("--rank", type=click.IntRange(1, 512), help="LoRA rank. [default: 16]"),
+    _RANK,
     click.option("--alpha", type=FinitePositive(), help="LoRA alpha. [default: 32]"),
     click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of the job's random numbers. [default: 0]"),
-    click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), help="Of the weights. [default: auto]"),
+    _DTYPE,
     click.option(
         "--float32-masters", is_flag=True, default=None, help="fft in bfloat16: float32 copies of the weights beside."
     ),
-    click.option("--exclusive/--shared", default=None, help="May it share its device? [default: by kind]"),
-    click.option(
-        "--priority", type=click.IntRange(-1000, 1000), help="Higher goes first in the waiting line. [default: 0]"
-    ),
-    click.option("--engine", help="Sampling engine. [default: auto]"),
+    _EXCLUSIVE,
+    _PRIORITY,
+    _ENGINE,
 )
 
 recipe_options = _stack(
