@@ -44,6 +44,10 @@ class Expired(Transient):
     """410: the resource version is too old, list again (K6)."""
 
 
+class Silent(Transient):
+    """A watch said nothing, not even a bookmark, for longer than it may."""
+
+
 class Refused(Rejected):
     """The API server says no: not valid, not allowed. The message names verb, object and its words."""
 
@@ -110,7 +114,7 @@ class KubeApi:
         """Lines of a watch until the server ends it.
 
         Raises:
-            Transient: nothing came for ``silence_s``, or the connection broke. Expired: 410 in the answer's status.
+            Silent: nothing came for ``silence_s``. Transient: the connection broke. Expired: 410 in the answer's status.
         """
         self._count("WATCH", path)
         response: aiohttp.ClientResponse | None = None
@@ -127,7 +131,7 @@ class KubeApi:
                     return
                 yield line
         except TimeoutError as error:
-            raise Transient(f"the watch of {path} was silent for {silence_s:g} s") from error
+            raise Silent(f"the watch of {path} was silent for {silence_s:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise Transient(f"the watch of {path} broke: {error!r}") from error
         finally:

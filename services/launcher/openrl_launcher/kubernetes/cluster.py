@@ -101,6 +101,11 @@ class ClusterLauncher:
         """A stand-by is ready: it can take over."""
         return {"caches": check(lambda: self._synced or not self.duty.held, "the cluster has not been read yet")}
 
+    @property
+    def ready(self) -> bool:
+        """Has the duty, and has read the cluster and the bus."""
+        return self.duty.held and self._synced
+
     # --- life cycle ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:

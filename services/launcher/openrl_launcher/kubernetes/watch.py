@@ -2,7 +2,9 @@
 
     list ─▶ replace the copy, tell what changed and what vanished ─▶ watch from there, with bookmarks
       ▲                                                                  │
-      └── 410, or back-off with jitter after silence, an error, an end ──┘ (an ordinary end watches on, without a list)
+      └──────── 410, silence, or errors that do not end ─────────────────┘
+
+An ordinary end, and an error at first, go on from the last version seen, the latter after a jittered back-off.
 
 Invariants: ``objects`` is never older than the last list; a lost event costs at most one relist, for a silent watch is
 ended by the client itself. ``on_change(key, object or None)`` runs on the loop and may not raise. It keeps no history.
@@ -18,8 +20,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from openrl_common.errors import Rejected, Transient
-from openrl_launcher.kubernetes.api import Expired, KubeApi
+from openrl_common.errors import Transient
+from openrl_launcher.kubernetes.api import Expired, KubeApi, Silent
 from openrl_launcher.kubernetes.objects import Watched
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ SERVER_TIMEOUT_S = 240
 SILENCE_S = 90.0
 """Bookmarks come about once a minute: a watch that says nothing for longer is dead."""
 PAGE = 500
+_RESUMES_MAX = 8
 _BACK_OFF_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -82,26 +85,28 @@ class Informer(Generic[T]):
         self.objects: dict[str, T] = {}
         self.synced = asyncio.Event()
         self.lists = 0
+        self.expirations = 0
+        self._version = ""
 
-    async def run(self) -> None:
+    async def run(self, version: str = "") -> None:
         """For ever. Raises Rejected when the API server refuses the list: no retry mends a missing right."""
         failures = 0
-        version = ""
         while True:
             try:
-                if not version:
-                    version = await self._relist()
+                version = version or await self._relist()
                 version = await self._watch(version)
                 failures = 0
                 continue
             except Expired as error:
                 log.info("%s: listing again", error)
+                self.expirations += 1
                 version = ""
-            except Transient as error:
+            except Silent as error:
                 log.info("%s: listing again", error)
                 version = ""
-            except Rejected:
-                raise
+            except Transient as error:
+                log.info("%s", error)
+                version = self._version if failures < _RESUMES_MAX else ""
             pause_s = _BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)]
             failures += 1
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
@@ -126,10 +131,12 @@ class Informer(Generic[T]):
             if known is None or known.metadata.resource_version != item.metadata.resource_version:
                 self._set(key, item)
         self.synced.set()
+        self._version = version
         return version
 
     async def _watch(self, version: str) -> str:
         """Follow until the server ends it; the version to go on from."""
+        self._version = version
         query = {
             **self._query,
             "watch": "true",
@@ -141,7 +148,7 @@ class Informer(Generic[T]):
             try:
                 event = self._event.decode(line)
                 if event.type == "BOOKMARK":
-                    version = msgspec.json.decode(event.object, type=_Bookmark).metadata.resource_version
+                    self._version = msgspec.json.decode(event.object, type=_Bookmark).metadata.resource_version
                     continue
                 if event.type == "ERROR":
                     failure = msgspec.json.decode(event.object, type=_Failure)
@@ -149,9 +156,9 @@ class Informer(Generic[T]):
                 item = self._object.decode(event.object)
             except msgspec.DecodeError as error:
                 raise Transient(f"the watch of {self._path} sent what is no event: {error}") from error
-            version = item.metadata.resource_version
+            self._version = item.metadata.resource_version
             self._set(key_of(item), None if event.type == "DELETED" else item)
-        return version
+        return self._version
 
     def _set(self, key: str, item: T | None) -> None:
         """Told before the copy changes, so that ``objects`` still has what vanished."""
