@@ -20,8 +20,7 @@ import random
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -40,6 +39,13 @@ _ASK_S = 2.0
 _CODECS: dict[type[Any], tuple[msgspec.json.Encoder, msgspec.json.Decoder[Any]]] = {}
 
 
+class Published(NamedTuple):
+    """A confirmation; ``duplicate``: a message with that id was there already."""
+
+    seq: int
+    duplicate: bool
+
+
 class _JetStream:
     """The calls of nats-py's context that ``Bus`` and ``Bucket`` make."""
 
@@ -53,13 +59,14 @@ class _JetStream:
         timeout: float = _ASK_S,
         headers: dict[str, str] | None = None,
         msg_ttl: float | None = None,
-    ) -> SimpleNamespace:
-        kept = headers or {}
-        seq, duplicate = await self._bus.ask(lambda: self._bus.server.publish(subject, payload, kept), timeout)
-        return SimpleNamespace(seq=seq, duplicate=duplicate)
+    ) -> Published:
+        server = self._bus.server
+        return Published(
+            *await self._bus.ask(functools.partial(server.publish, subject, payload, headers or {}), timeout)
+        )
 
-    async def get_msg(self, stream: str, subject: str, direct: bool = False) -> Stored:
-        return cast(Stored, await self._bus.ask(lambda: self._bus.server.last(stream, subject), _ASK_S))
+    def get_msg(self, stream: str, subject: str, direct: bool = False) -> asyncio.Future[Stored]:
+        return self._bus.ask(functools.partial(self._bus.server.last, stream, subject), _ASK_S)
 
 
 @dataclass(slots=True)
@@ -139,13 +146,13 @@ class MemoryBus(Bus):
     async def ensure_topology(self, *_: Any, **__: Any) -> None:
         """The server has every stream and bucket from the start."""
 
-    async def ask(self, apply: Callable[[], Any], timeout_s: float) -> Any:
-        """Run ``apply`` at the server, by way of the network. Raises TimeoutError when no answer comes."""
+    def ask(self, apply: Callable[[], Any], timeout_s: float) -> asyncio.Future[Any]:
+        """Run ``apply`` at the server, by way of the network. The answer is a TimeoutError when none comes."""
         if self.killed:
             raise asyncio.CancelledError
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.server.network.ask(self, apply, answer, timeout_s)
-        return await answer
+        return answer
 
     def tell(self, call: Callable[..., object], *arguments: Any) -> None:
         if not self.killed:
@@ -199,7 +206,7 @@ class MemoryBus(Bus):
         async def run(stored: Stored, deliveries: int) -> None:
             message = _Message(self, consumer, stored, deliveries)
             try:
-                await self._handle(cast(Any, message), handler, stream, durable, max_deliver)
+                await self._handle(message, handler, stream, durable, max_deliver)
             finally:
                 member.in_hand -= 1
                 if not self.killed:
@@ -381,10 +388,14 @@ class MemoryMirror(Mirror[T]):
         self._bucket.memory_bus.context.copy().run(self._take, batch)
 
     def _take(self, batch: Messages) -> None:
+        bucket, start = self._bucket, len(self._bucket.root)
         for stored in batch:
-            with contextlib.suppress(Poison):
-                key = stored.subject[len(self._bucket.root) :]
-                self._apply(key, self._bucket._entry(key, stored.data, stored.seq, stored.headers, stored))
+            key = stored.subject[start:]
+            try:
+                entry = bucket.entry(key, stored)
+            except Poison:
+                continue
+            self._apply(key, entry)
 
     def _on_lost(self) -> None:
         self._bucket.memory_bus._spawn(self._reopen())
@@ -419,8 +430,8 @@ class MemoryBucket(Bucket[T]):
         return self._root
 
     async def get(self, key: str) -> Entry[T] | None:
-        stored = cast("Stored | None", await self._last(key, direct=True))
-        return None if stored is None else self._entry(key, stored.data, stored.seq, stored.headers, stored)
+        stored: Any = await self._last(key, direct=True)
+        return None if stored is None else self.entry(key, stored)
 
     async def list(self, prefix: str = "") -> dict[str, Entry[T]]:
         bus = self.memory_bus
@@ -439,25 +450,19 @@ class MemoryBucket(Bucket[T]):
         for stored in messages:
             key = stored.subject[len(self._root) :]
             with contextlib.suppress(Poison):
-                entry = self._entry(key, stored.data, stored.seq, stored.headers, stored)
+                entry = self.entry(key, stored)
                 if entry is not None:
                     found[key] = entry
         return found
 
-    def _entry(
-        self,
-        key: str,
-        data: bytes | None,
-        revision: int,
-        headers: dict[str, str] | None,
-        stored: Stored | None = None,
-    ) -> Entry[T] | None:
-        if stored is None or stored.value is None:
-            entry = super()._entry(key, data, revision, headers)
-            if stored is not None and entry is not None:
-                stored.value = entry.value
-            return entry
-        return Entry(key, stored.value, revision)
+    def entry(self, key: str, stored: Stored) -> Entry[T] | None:
+        """None for a delete marker. Raises Poison when the stored bytes are not a value."""
+        if stored.value is not None:
+            return Entry(key, stored.value, stored.seq)
+        entry = self._entry(key, stored.data, stored.seq, stored.headers)
+        if entry is not None:
+            stored.value = entry.value
+        return entry
 
 
 class MemoryStore(Store):

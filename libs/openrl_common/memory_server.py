@@ -13,6 +13,7 @@ Not here: limits on bytes and age, work queues, replication, clustered servers.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -100,6 +101,13 @@ def matches(pattern: str, subject: str) -> bool:
     return len(wanted) == len(given)
 
 
+@lru_cache(maxsize=1024)
+def _expression(patterns: tuple[str, ...]) -> Callable[[str], object]:
+    """Tells whether a subject matches one of the patterns; one call of C, whatever their number."""
+    each = (re.escape(pattern).replace(r"\*", "[^.]+").replace(">", ".+") for pattern in patterns)
+    return re.compile("|".join(each)).fullmatch
+
+
 @dataclass
 class Watcher:
     """A live reader of a stream: a mirror or a tail. ``on_lost``: it has to read again from its own position."""
@@ -113,11 +121,12 @@ class Watcher:
 
     def __post_init__(self) -> None:
         """Most patterns are a prefix and ``>``: those need no comparison token by token."""
-        self._prefix = self.pattern[: min(self.pattern.find(sign) % 1_000 for sign in "*>")]
-        self._rest = self.pattern == f"{self._prefix}>"
+        self.prefix = self.pattern[: min(self.pattern.find(sign) % 1_000 for sign in "*>")]
+        self._rest = self.pattern == f"{self.prefix}>"
 
     def add(self, message: Stored, network: Network) -> None:
-        if message.subject.startswith(self._prefix) and (self._rest or matches(self.pattern, message.subject)):
+        """Take a message whose subject begins with ``prefix``."""
+        if self._rest or matches(self.pattern, message.subject):
             self.queue.append(message)
             if len(self.queue) == 1:
                 network.push(self.bus, "changes", self._deliver)
@@ -166,7 +175,8 @@ class Stream:
             self.messages.append(message)
         network.landed(self, message, before)
         for watcher in self.watchers:
-            watcher.add(message, network)
+            if subject.startswith(watcher.prefix):
+                watcher.add(message, network)
         for consumer in self.consumers.values():
             consumer.dispatch()
         return self.seq, False
@@ -196,22 +206,29 @@ class Consumer:
     ) -> None:
         self._server = server
         self._stream = stream
-        self.subjects = subjects
+        self.wants(subjects)
         self._ack_wait_s = ack_wait_s
         self._cursor = len(stream.messages) if from_now else 0
         self.pending: dict[int, Pending] = {}
         self._again: deque[int] = deque()
         self.members: list[Member] = []
 
+    def wants(self, subjects: list[str]) -> None:
+        """The subjects that it delivers, from here on."""
+        self._wanted = _expression(tuple(subjects))
+
     def dispatch(self) -> None:
         """Hand out what there is to members with room, the least busy first."""
-        if not self._again and self._cursor >= len(self._stream.messages):
-            return
-        while self._server.up and (member := self._free_member()) is not None and (pending := self._next()) is not None:
+        server = self._server
+        while (self._again or self._cursor < len(self._stream.messages)) and server.up:
+            member = self._free_member()
+            pending = None if member is None else self._next()
+            if member is None or pending is None:
+                return
             member.in_hand += 1
-            self._server.network.push(member.bus, "message", member.arrive, pending.message, pending.deliveries)
-            self._server.network.post(
-                self._ack_wait_s * self._server.ack_wait_factor, self.expire, pending.message.seq, pending.deliveries
+            server.network.push(member.bus, "message", member.arrive, pending.message, pending.deliveries)
+            server.network.post(
+                self._ack_wait_s * server.ack_wait_factor, self.expire, pending.message.seq, pending.deliveries
             )
 
     def ack(self, seq: int) -> None:
@@ -234,7 +251,9 @@ class Consumer:
     @property
     def idle(self) -> bool:
         """Nothing is unacknowledged and nothing is left to deliver."""
-        return not self.pending and not any(self._wants(each) for each in self._stream.messages[self._cursor :])
+        return not self.pending and not any(
+            self._wanted(each.subject) for each in self._stream.messages[self._cursor :]
+        )
 
     def _free_member(self) -> Member | None:
         chosen: Member | None = None
@@ -254,13 +273,10 @@ class Consumer:
         while self._cursor < len(messages):
             message = messages[self._cursor]
             self._cursor += 1
-            if self._wants(message):
+            if self._wanted(message.subject):
                 pending = self.pending[message.seq] = Pending(message, 1)
                 return pending
         return None
-
-    def _wants(self, message: Stored) -> bool:
-        return any(matches(pattern, message.subject) for pattern in self.subjects)
 
 
 class Member:
@@ -303,7 +319,10 @@ class MemoryServer:
             self.streams[f"KV_{bucket.name}"] = Stream(
                 f"KV_{bucket.name}", (f"$KV.{bucket.name}.>",), kv=True, duplicate_window_s=0.0
             )
-        self._of_subject: dict[str, Stream] = {}
+        # Every stream takes all that begins with its first two tokens ("openrl.ev", "$KV.<bucket>").
+        self._of_prefix = {
+            subject.removesuffix(".>"): stream for stream in self.streams.values() for subject in stream.subjects
+        }
         self.payloads: dict[str, bytes] = {}
         self.core: dict[str, list[tuple[MemoryBus, Any]]] = {}
 
@@ -334,7 +353,7 @@ class MemoryServer:
             consumer = kept.consumers[durable] = Consumer(
                 self, kept, subjects, ack_wait_s=ack_wait_s, from_now=from_now
             )
-        consumer.subjects = subjects
+        consumer.wants(subjects)
         if member not in consumer.members:
             consumer.members.append(member)
         consumer.dispatch()
@@ -373,15 +392,7 @@ class MemoryServer:
             self.core[subject] = [each for each in served if each[0] is not bus]
 
     def _stream_of(self, subject: str) -> Stream:
-        prefix = subject[: subject.find(".", 4)]  # "$KV.<bucket>" or "openrl.ev" and so on
-        stream = self._of_subject.get(prefix)
+        stream = self._of_prefix.get(subject[: subject.find(".", subject.find(".") + 1)])
         if stream is None:
-            for each in self.streams.values():
-                if any(matches(pattern, subject) for pattern in each.subjects):
-                    stream = each
-                    break
-            else:
-                raise NotFoundError(code=404, description=f"no stream takes {subject}")
-            if subject.startswith("$KV."):
-                self._of_subject[prefix] = stream
+            raise NotFoundError(code=404, description=f"no stream takes {subject}")
         return stream

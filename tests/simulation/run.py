@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import os
 import sys
 import time
@@ -15,7 +17,24 @@ from simulation.world import Outcome, World
 
 def simulate(seed: int, *, tracing: bool = False) -> Outcome:
     """One schedule, from its seed."""
-    return World(draw_plan(seed), tracing=tracing).run()
+    with _collected_apart():
+        return World(draw_plan(seed), tracing=tracing).run()
+
+
+@contextlib.contextmanager
+def _collected_apart() -> Iterator[None]:
+    """No collection of garbage in a run, and one behind it that looks at what the run has made and at nothing else.
+
+    Collections took a fifth of the time before.
+    """
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.unfreeze()
+        gc.enable()
 
 
 def simulate_many(seeds: Iterable[int], jobs: int) -> Iterator[Outcome]:
