@@ -1,9 +1,8 @@
 """The ``prefetch`` phase of a worker's start: ``prefetch`` beside whatever else the worker starts with.
 
-    async with asyncio.TaskGroup() as group:                # imports need a core, prefetching waits for the network
-        group.create_task(prefetch_phase(context, mode))
-        group.create_task(imports())
-    load()
+    async with prefetching(context, mode):      # the imports need a core, prefetching waits for the network
+        await imports()
+    await load()
 
 What was decided, how far it is and what it came to is in the worker's ready record (``openrl status``) and its log.
 Cancelled, it stops reading and does not wait for a read that hangs.
@@ -15,7 +14,9 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from openrl_common.prefetch import Prefetched, PrefetchMode, prefetch
@@ -26,6 +27,18 @@ from openrl_common.worker import WorkerContext
 log = logging.getLogger(__name__)
 
 _TELL_S = 2.0
+
+
+@asynccontextmanager
+async def prefetching(context: WorkerContext, mode: PrefetchMode) -> AsyncIterator[None]:
+    """Prefetch while the block runs and until it is done; raises as :func:`prefetch_phase`, when the block has ended."""
+    task = asyncio.create_task(prefetch_phase(context, mode), name="prefetch")
+    try:
+        yield
+        await task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def prefetch_phase(context: WorkerContext, mode: PrefetchMode) -> Prefetched:

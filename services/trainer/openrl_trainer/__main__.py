@@ -7,6 +7,7 @@ from functools import partial
 import click
 
 from openrl_common import settings
+from openrl_common.prefetch import PREFETCH
 from openrl_common.worker import WORKER_SETTINGS, run_worker
 from openrl_trainer.cadence import CadenceType
 from openrl_trainer.service import TrainerSettings, serve
@@ -24,6 +25,7 @@ TRAINER_SETTINGS = (
         default="4",
         help="Weights versions of each job kept on disk; older ones are removed.",
     ),
+    PREFETCH,
     settings.setting(
         "--torch-threads",
         type=settings.WholeNumber(minimum=0),

@@ -1,6 +1,6 @@
 """The trainer's shell: starts the base model, then serves the jobs whose records name this workload.
 
-    start   imports ─▶ load ─▶ (FFT: the job's engine) ─▶ ready record      each phase stamped
+    start   imports and prefetch ─▶ load ─▶ (FFT: the job's engine) ─▶ ready record      each phase stamped
     serve   mirror of openrl_jobs ─▶ a JobRunner per job; LoRA jobs come and go, an FFT trainer has one
     stop    SIGTERM or a tombstone: logs are not read further, the entry in hand ends, exit 0 (E17)
 
@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from openrl_common.parking import Parking
+from openrl_common.prefetch import PrefetchMode
+from openrl_common.prefetch_phase import prefetching
 from openrl_common.records import JobKind, JobRecord, LoraSpec, Phase
 from openrl_common.store import Entry, Mirror
 from openrl_common.turns import Moved
@@ -53,6 +55,7 @@ class TrainerSettings(WorkerSettings):
     train_token_budget: int
     keep_weights: int
     torch_threads: int
+    prefetch: str
     checkpoint_every: Cadence
 
 
@@ -101,8 +104,9 @@ class Trainer:
         """Raises Rejected when the base model cannot be used: the process ends with that one line."""
         context = self._context
         check_model_path(context.workload.base_model)
-        with context.stamp("imports"):
-            await self._device.run_anywhere(_import_engine)
+        async with prefetching(context, PrefetchMode(self._config.prefetch)):
+            with context.stamp("imports"):
+                await self._device.run_anywhere(_import_engine)
         await context.publish_phases()
         with context.stamp("load", context.workload.base_model):
             self._base = await self._device.run(self._load)
