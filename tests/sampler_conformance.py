@@ -1,0 +1,446 @@
+"""What every sampler engine does alike (issue 6): the same requests, fields, seeds, stops, logprobs, updates,
+cancellation.
+
+Test modules import everything from here and give the fixtures ``new_engine(path=None, kind=…, **options)``,
+``model_path``, ``save_tiny_model``, ``save_full``, ``save_lora`` and ``tolerance``: tests/unit/sampler for torch,
+tests/vllm for vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from sampler_support import quiet_peft
+
+from openrl_common.errors import Rejected
+from openrl_common.records import JobKind
+from openrl_common.wire import SamplingParams
+from openrl_sampler.engine import GenerateCall, Generated
+from openrl_sampler.weights_keeper import apply as apply_record
+
+PROMPTS = [[5, 9, 13], [7, 8, 30, 31, 32, 40, 2], [44, 3]]
+JOB = "t.j.1"
+
+
+def call(prompts: list[list[int]], *, request: str = "r", job: str = JOB, seed: int = 7, exact: int | None = None,
+         **params: Any) -> GenerateCall:  # fmt: skip
+    return GenerateCall(
+        request=request, job=job, prompts=prompts, params=SamplingParams(seed=seed, **params), seed=seed, exact=exact
+    )
+
+
+def finish(engine: Any, *, request: str = "r") -> Generated:
+    for _ in range(500):
+        for ended in engine.step():
+            if ended.request == request:
+                return ended
+    raise AssertionError("it does not end")
+
+
+def run(engine: Any, prompts: list[list[int]], **params: Any) -> Generated:
+    engine.add(call(prompts, **params))
+    return finish(engine)
+
+
+def apply(engine: Any, record: Any) -> Any:
+    return apply_record(engine, f"{record.tenant}.{record.job}.{record.incarnation}", record)
+
+
+def tokens_of(result: Generated) -> list[list[list[int]]]:
+    return [[sequence.tokens for sequence in group] for group in result.sequences]
+
+
+def plain_logprobs(path: Path, tokens: list[int], *, adapter: Path | None = None, temperature: float = 1.0) -> Any:
+    """Log-probabilities of ``tokens[1:]`` by one plain transformers forward pass."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    if adapter is not None:
+        with quiet_peft():
+            model = PeftModel.from_pretrained(model, str(adapter)).eval()
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+
+
+# --- requests ----------------------------------------------------------------------------------------------------
+
+
+def test_v10_fields_of_an_answer(new_engine: Callable[..., Any]) -> None:
+    result = run(new_engine(), PROMPTS, n=3, max_tokens=6)
+    assert result.error is None
+    assert result.prompt_logprobs is None
+    assert [len(group) for group in result.sequences] == [3, 3, 3]
+    for group in result.sequences:
+        for one in group:
+            assert 1 <= len(one.tokens) == len(one.logprobs) == len(one.versions) <= 6
+            assert one.finish_reason in ("stop", "length")
+            assert all(logprob <= 0 for logprob in one.logprobs)
+            assert set(one.versions) == {0}
+
+
+def test_v12_logprobs_are_those_after_the_temperature_whatever_the_filters(
+    new_engine: Callable[..., Any], model_path: Path, tolerance: float
+) -> None:
+    """V10, V12: also with top-k, top-p and min-p, which choose among tokens and leave the reported distribution."""
+    engine = new_engine()
+    for settings in ({}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 3}, {"top_p": 0.5, "min_p": 0.05}):
+        result = run(engine, PROMPTS, n=2, max_tokens=10, **settings)
+        for prompt, group in zip(PROMPTS, result.sequences, strict=True):
+            for one in group:
+                temperature = float(settings.get("temperature", 1.0))
+                expected = plain_logprobs(model_path, prompt + one.tokens, temperature=temperature)
+                assert one.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=tolerance)
+
+
+def test_v10_greedy_among_random_requests_takes_the_most_likely_token(
+    new_engine: Callable[..., Any], model_path: Path, tolerance: float
+) -> None:
+    engine = new_engine()
+    alone = run(engine, [PROMPTS[0]], n=2, max_tokens=10, temperature=0.0)
+    assert alone.sequences[0][0].tokens == alone.sequences[0][1].tokens
+    engine.add(call(PROMPTS, request="random", n=2, max_tokens=10, temperature=2.0))
+    engine.add(call([PROMPTS[0]], max_tokens=10, temperature=0.0))
+    (greedy,) = finish(engine).sequences[0]
+    assert greedy.tokens == alone.sequences[0][0].tokens
+    expected = plain_logprobs(model_path, PROMPTS[0] + greedy.tokens)
+    assert greedy.logprobs == pytest.approx(expected[len(PROMPTS[0]) - 1 :], abs=tolerance)
+
+
+def test_v10_filters_keep_only_what_they_allow(new_engine: Callable[..., Any], model_path: Path) -> None:
+    engine = new_engine()
+    assert tokens_of(run(engine, PROMPTS, max_tokens=8, top_k=1)) == tokens_of(
+        run(engine, PROMPTS, max_tokens=8, temperature=0.0)
+    )
+    for settings in ({"top_p": 1e-6}, {"min_p": 1.0}):
+        assert tokens_of(run(engine, PROMPTS, max_tokens=8, **settings)) == tokens_of(
+            run(engine, PROMPTS, max_tokens=8, temperature=0.0)
+        )
+
+
+def test_v10_prompt_logprobs_are_the_models_own(
+    new_engine: Callable[..., Any], model_path: Path, tolerance: float
+) -> None:
+    """V10: at temperature 1 whatever the request's; entry 0 is no prediction; max_tokens 0 only scores."""
+    engine = new_engine()
+    for max_tokens in (3, 0):
+        prompts = [*PROMPTS, [9]]
+        result = run(engine, prompts, n=2, max_tokens=max_tokens, temperature=0.5, prompt_logprobs=True)
+        for prompt, scores in zip(prompts, result.prompt_logprobs or [], strict=True):
+            assert scores[0] == 0.0
+            assert scores[1:] == pytest.approx(plain_logprobs(model_path, prompt), abs=tolerance)
+        assert all(len(group) == 2 for group in result.sequences)
+        assert all(len(one.tokens) <= max_tokens for group in result.sequences for one in group)
+        assert max_tokens or {one.finish_reason for group in result.sequences for one in group} == {"length"}
+
+
+def test_v10_a_seeded_request_gives_the_same_tokens_whatever_it_is_batched_with(new_engine: Callable[..., Any]) -> None:
+    engine = new_engine()
+    seeded = {"n": 2, "max_tokens": 16, "seed": 11}
+    alone = tokens_of(run(engine, PROMPTS, **seeded))
+    assert tokens_of(run(engine, PROMPTS, **seeded)) == alone
+    for steps in (0, 5):
+        engine.add(call([[3] * 9, [4]], request=f"other{steps}", n=3, max_tokens=40))
+        for _ in range(steps):
+            engine.step()
+        assert tokens_of(run(engine, PROMPTS, **seeded)) == alone
+        engine.abort(f"other{steps}")
+    assert tokens_of(run(engine, PROMPTS, **{**seeded, "seed": 12})) != alone
+    assert len({tuple(tokens) for group in alone for tokens in group}) == 6, "samples of a request are independent"
+
+
+def test_v10_a_completion_ends_at_eos_or_a_stop_id_and_includes_it(new_engine: Callable[..., Any]) -> None:
+    engine = new_engine()
+    free = run(engine, [PROMPTS[0]], n=32, max_tokens=30, seed=5).sequences[0]
+    assert {one.finish_reason for one in free} == {"stop", "length"}
+    for one in free:
+        assert (one.tokens[-1] == 1) == (one.finish_reason == "stop")
+        assert 1 not in one.tokens[:-1]
+    longest = max(free, key=lambda one: len(one.tokens))
+    wanted = longest.tokens[3]
+    stopped = run(engine, [PROMPTS[0]], n=32, max_tokens=30, seed=5, stop_token_ids=[wanted]).sequences[0]
+    for one, whole in zip(stopped, free, strict=True):
+        place = whole.tokens.index(wanted) + 1 if wanted in whole.tokens else len(whole.tokens)
+        assert one.tokens == whole.tokens[:place]
+        assert (one.finish_reason == "stop") == (one.tokens[-1] in (1, wanted))
+
+
+def test_v10_a_completion_ends_at_a_stop_string_of_the_real_tokenizer(
+    new_engine: Callable[..., Any], save_tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """V10: found across token borders; the completion is the seeded one, cut after the token that completes it."""
+    import tokenizers
+
+    path = save_tiny_model(tmp_path / "m")
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456"
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {letter: index + 2 for index, letter in enumerate(letters)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges=[]))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(str(path))
+    engine = new_engine(path)
+    seed, free = next(
+        (seed, one)
+        for seed in range(30)
+        for one in run(engine, [[5, 9]], max_tokens=30, seed=seed).sequences[0]
+        if len(one.tokens) > 12
+    )
+    text = "".join(letters[token - 2] for token in free.tokens[4:6])
+    whole = "".join(letters[token - 2] if token > 1 else "" for token in free.tokens)
+    asked = {"max_tokens": 30, "stop": ["??", text], "seed": seed}
+    engine.check(call([[5, 9]], **asked))
+    stopped = run(engine, [[5, 9]], **asked).sequences[0][0]
+    assert stopped.tokens == free.tokens[: whole.index(text) + 2]
+    assert stopped.finish_reason == "stop"
+    assert engine.num_sequences == 0
+
+
+def test_v10_stop_strings_need_a_tokenizer_and_say_so(new_engine: Callable[..., Any]) -> None:
+    with pytest.raises(Rejected, match="stop strings need a tokenizer") as caught:
+        new_engine().check(call([[3]], max_tokens=3, stop=["x"]))
+    assert caught.value.code == "bad-params"
+
+
+def test_v10_an_aborted_call_leaves_and_the_others_go_on_unchanged(new_engine: Callable[..., Any]) -> None:
+    engine = new_engine()
+    asked = {"n": 2, "max_tokens": 20, "seed": 3}
+    alone = tokens_of(run(engine, PROMPTS, **asked))
+    engine.add(call(PROMPTS, request="leaves", **asked))
+    engine.add(call(PROMPTS, request="stays", **asked))
+    for _ in range(4):
+        engine.step()
+    engine.abort("leaves")
+    engine.abort("never came")
+    ended: list[Generated] = []
+    while not ended:
+        ended = engine.step()
+    assert [one.request for one in ended] == ["stays"]
+    assert tokens_of(ended[0]) == alone
+    assert engine.num_sequences == 0
+
+
+def test_v10_more_sequences_than_run_at_once_all_come_back(new_engine: Callable[..., Any]) -> None:
+    engine = new_engine(max_num_seqs=4)
+    engine.add(call(PROMPTS, n=5, max_tokens=6))
+    assert engine.room == 0
+    result = finish(engine)
+    assert [len(group) for group in result.sequences] == [5, 5, 5]
+    assert engine.room == 4
+
+
+def test_v4_a_seat_too_small_for_the_model_is_refused_with_numbers(new_engine: Callable[..., Any]) -> None:
+    with pytest.raises(Rejected, match="the seat declares") as caught:
+        new_engine(device_bytes=1000)
+    assert caught.value.code == "too-small"
+
+
+def test_a_base_model_that_cannot_serve_is_named_in_one_line(new_engine: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(Rejected, match=str(tmp_path / "broken")):
+        new_engine(tmp_path / "broken")
+
+
+# --- full weights ------------------------------------------------------------------------------------------------
+
+
+def _fresh(new_engine: Callable[..., Any], record: Any) -> Any:
+    return new_engine(Path(record.manifest).parent)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_v8_after_an_update_it_serves_what_a_fresh_load_serves(
+    tied: bool, new_engine: Callable[..., Any], save_tiny_model: Callable[..., Path], save_full: Callable[..., Any],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """V5, V8: fused modules, tied and untied heads; logprobs equal to the last bit, nothing from an old prefix."""
+    engine = new_engine(save_tiny_model(tmp_path / "base", tied=tied))
+    record = save_full(3, tied=tied)
+    asked = {"n": 2, "max_tokens": 12, "seed": 4, "prompt_logprobs": True}
+    before = run(engine, PROMPTS, **asked)
+    applied = apply(engine, record)
+    assert applied.seconds > 0
+    assert engine.version(JOB) == 3
+    after, fresh = run(engine, PROMPTS, **asked), run(_fresh(new_engine, record), PROMPTS, **asked)
+    assert after.prompt_logprobs == fresh.prompt_logprobs
+    assert tokens_of(after) == tokens_of(fresh) != tokens_of(before)
+    assert [one.logprobs for group in after.sequences for one in group] == [
+        one.logprobs for group in fresh.sequences for one in group
+    ]
+    assert {version for group in after.sequences for one in group for version in one.versions} == {3}
+
+
+def _flip_a_byte(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    body = bytearray(path.read_bytes())
+    body[-1] ^= 1
+    path.write_bytes(bytes(body))
+
+
+def _remove(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+def _truncate(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def test_v8_a_version_that_cannot_be_applied_leaves_the_one_before(
+    new_engine: Callable[..., Any], save_full: Callable[..., Any]
+) -> None:
+    """V8: bad digest, missing or short file, another version than announced, tensors of other shapes or names."""
+    engine = new_engine()
+    apply(engine, save_full(1))
+    asked = {"max_tokens": 8, "temperature": 0.0}
+    expected = run(engine, PROMPTS, **asked)
+    for version, damage in enumerate((_flip_a_byte, _remove, _truncate), start=2):
+        record = save_full(version)
+        damage(Path(record.manifest).parent)
+        with pytest.raises(Rejected, match=r"model\.safetensors"):
+            apply(engine, record)
+    with pytest.raises(Rejected, match="announced were"):
+        apply(engine, msgspec.structs.replace(save_full(5), version=6))
+    for version, change in enumerate(
+        ({"intermediate_size": 32}, {"num_hidden_layers": 3}, {"num_hidden_layers": 1}, {"vocab_size": 63}), start=7
+    ):
+        with pytest.raises(Rejected) as caught:
+            apply(engine, save_full(version, **change))
+        assert caught.value.code == "weights-shape"
+    assert engine.version(JOB) == 1
+    assert run(engine, PROMPTS, **asked).sequences == expected.sequences
+
+
+def test_v5_every_token_says_the_version_that_made_it(
+    new_engine: Callable[..., Any], save_full: Callable[..., Any]
+) -> None:
+    """V5: a running request is kept over an update at a step boundary; its tokens tell both versions."""
+    engine = new_engine()
+    engine.add(call([[5, 9]], n=16, max_tokens=12, seed=1))
+    for _ in range(5):
+        engine.step()
+    apply(engine, save_full(4))
+    ended = finish(engine)
+    longest = max(ended.sequences[0], key=lambda one: len(one.tokens))
+    assert longest.versions == [0] * 5 + [4] * (len(longest.tokens) - 5)
+    assert all(one.versions == longest.versions[: len(one.tokens)] for one in ended.sequences[0])
+
+
+def test_v10_an_exact_call_pins_its_version_until_it_ends(new_engine: Callable[..., Any]) -> None:
+    engine = new_engine()
+    engine.add(call([[5, 9]], max_tokens=5, temperature=0.0, exact=0))
+    engine.step()
+    assert engine.pinned(JOB)
+    finish(engine)
+    assert not engine.pinned(JOB)
+
+
+def test_weights_that_are_not_finite_fail_the_call_and_not_the_engine(
+    new_engine: Callable[..., Any], save_full: Callable[..., Any]
+) -> None:
+    engine = new_engine()
+    apply(engine, save_full(1, fill=float("nan")))
+    error = run(engine, PROMPTS, max_tokens=8).error
+    assert error is not None
+    assert error.code == "bad-weights"
+    apply(engine, save_full(2))
+    assert run(engine, PROMPTS, max_tokens=8).error is None
+
+
+# --- adapters ----------------------------------------------------------------------------------------------------
+
+
+def test_v9_adapter_versions_replace_each_other_and_the_base_stays(
+    new_engine: Callable[..., Any], save_lora: Callable[..., Any], model_path: Path, tolerance: float
+) -> None:
+    """V9, V12: each version answers as plain peft does, the same prompt never out of an older version's cache."""
+    engine = new_engine(kind=JobKind.LORA)
+    base = run(engine, PROMPTS, max_tokens=8)
+    seen = [tokens_of(base)]
+    for version in (1, 2, 5):
+        record = save_lora(version)
+        apply(engine, record)
+        result = run(engine, PROMPTS, max_tokens=8, prompt_logprobs=True)
+        for prompt, (one,) in zip(PROMPTS, result.sequences, strict=True):
+            expected = plain_logprobs(model_path, prompt + one.tokens, adapter=Path(record.manifest).parent)
+            assert one.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=3 * tolerance)
+            assert set(one.versions) == {version}
+        seen.append(tokens_of(result))
+    assert all(left != right for left, right in pairwise(seen))
+    assert tokens_of(run(engine, PROMPTS, max_tokens=8, exact=0)) == tokens_of(base)
+    assert engine.serves(JOB, 5)
+    assert not engine.serves(JOB, 2)
+
+
+def test_v9_adapters_of_several_jobs_do_not_touch_each_other(
+    new_engine: Callable[..., Any], save_lora: Callable[..., Any]
+) -> None:
+    """V9: jobs in one batch, with other ranks, give what each gives alone; a dropped job falls back to the base."""
+    engine = new_engine(kind=JobKind.LORA)
+    base = tokens_of(run(engine, PROMPTS, n=2, max_tokens=8, seed=7))
+    for record in (save_lora(1, job="a"), save_lora(1, job="b", rank=8)):
+        apply(engine, record)
+    keys = ("t.a.1", "t.b.1", "t.c.1")
+    alone = {key: tokens_of(run(engine, PROMPTS, n=2, max_tokens=8, seed=7, job=key)) for key in keys}
+    assert alone["t.c.1"] == base
+    assert alone["t.a.1"] != alone["t.b.1"] != base
+    for key in keys:
+        engine.add(call(PROMPTS, request=key, job=key, n=2, max_tokens=8))
+    results: dict[str, Any] = {}
+    while engine.num_sequences:
+        results |= {ended.request: tokens_of(ended) for ended in engine.step()}
+    assert results.keys() == alone.keys()
+    engine.drop_lora("t.a.1")
+    assert engine.version("t.a.1") == 0
+    assert tokens_of(run(engine, PROMPTS, n=2, max_tokens=8, seed=7, job="t.a.1")) == base
+    assert tokens_of(run(engine, PROMPTS, n=2, max_tokens=8, seed=7, job="t.b.1")) == alone["t.b.1"]
+
+
+def test_v9_running_calls_keep_their_adapter_over_an_update(
+    new_engine: Callable[..., Any], save_lora: Callable[..., Any]
+) -> None:
+    engine = new_engine(kind=JobKind.LORA)
+    apply(engine, save_lora(1))
+    undisturbed = tokens_of(run(engine, PROMPTS, max_tokens=12, seed=7))
+    engine.add(call(PROMPTS, max_tokens=12, seed=7))
+    engine.step()
+    engine.step()
+    apply(engine, save_lora(2))
+    ended = finish(engine)
+    assert tokens_of(ended) == undisturbed
+    assert {version for group in ended.sequences for one in group for version in one.versions} == {1}
+    assert engine.version(JOB) == 2
+
+
+def test_v9_an_evicted_adapter_is_loaded_again(new_engine: Callable[..., Any], save_lora: Callable[..., Any]) -> None:
+    engine = new_engine(kind=JobKind.LORA, max_adapters=1)
+    expected = {}
+    for job in ("a", "b", "c"):
+        apply(engine, save_lora(1, job=job))
+        expected[job] = tokens_of(run(engine, PROMPTS, max_tokens=8, seed=7, job=f"t.{job}.1"))
+    assert len({str(tokens) for tokens in expected.values()}) == 3
+    for job in ("a", "c", "b"):
+        assert tokens_of(run(engine, PROMPTS, max_tokens=8, seed=7, job=f"t.{job}.1")) == expected[job]
+
+
+def test_v9_an_adapter_that_does_not_fit_leaves_the_served_one(
+    new_engine: Callable[..., Any], save_lora: Callable[..., Any]
+) -> None:
+    """V8, V9: too large a rank, a damaged file."""
+    engine = new_engine(kind=JobKind.LORA, max_rank=8)
+    apply(engine, save_lora(1))
+    expected = tokens_of(run(engine, PROMPTS, max_tokens=8, seed=7))
+    with pytest.raises(Rejected) as caught:
+        apply(engine, save_lora(2, rank=16))
+    assert caught.value.code == "weights-shape"
+    record = save_lora(3)
+    (Path(record.manifest).parent / "adapter_model.safetensors").write_bytes(b"torn")
+    with pytest.raises(Rejected):
+        apply(engine, record)
+    assert engine.version(JOB) == 1
+    assert tokens_of(run(engine, PROMPTS, max_tokens=8, seed=7)) == expected
