@@ -228,6 +228,22 @@ class FenceRequested(_LedgerSeatEvent, frozen=True, kw_only=True, tag="seat.fenc
     why: str = ""
 
 
+class Repaired(Event, frozen=True, kw_only=True, tag="repair.done.v1"):
+    """The janitor finished what a crash had left (L6). ``kind`` as in the ledger's ``Leftover``; ``at``: Unix time."""
+
+    SOURCE: ClassVar[str] = "ledger"
+    ENTITY: ClassVar[str] = "repair"
+    KEY: ClassVar[str] = "kind"
+    FACT: ClassVar[str] = "done"
+    IDENTITY: ClassVar[tuple[str, ...]] = ("kind", "workload", "assignment", "claim", "node", "at")
+    kind: str
+    at: float
+    workload: str = ""
+    assignment: str = ""
+    claim: str = ""
+    node: str = ""
+
+
 class _TurnEvent(Event, frozen=True, kw_only=True):
     ENTITY: ClassVar[str] = "turn"
     KEY: ClassVar[str] = "claim"
@@ -478,6 +494,7 @@ AnyEvent = (
     | SeatReleased
     | ClaimRetired
     | FenceRequested
+    | Repaired
     | TurnGranted
     | TurnYieldAsked
     | TurnRequested

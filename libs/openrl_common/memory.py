@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import random
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -28,7 +28,7 @@ from openrl_common.bus import _ERROR_CODE, Bus, Delivery, Handler, _delivery
 from openrl_common.connection import Delivered
 from openrl_common.errors import OpenRLError, Poison, Rejected, Transient, Unreachable
 from openrl_common.memory_server import Consumer, Member, MemoryServer, Stored, Watcher
-from openrl_common.store import Bucket, Entry, Mirror, Store
+from openrl_common.store import Bucket, Entry, Mirror, Old, Store
 from openrl_common.wire import PayloadRef
 
 T = TypeVar("T")
@@ -444,6 +444,28 @@ class MemoryBucket(Bucket[T]):
         mirror = MemoryMirror(self, prefix, on_change)
         await mirror.open()
         return mirror
+
+    async def written_before(self, moment: float, num_max: int) -> Sequence[Old[T]]:
+        bus = self.memory_bus
+        pattern = f"{self._root}>"
+        stored = await bus.ask_until_answered(lambda: bus.server.streams[self._stream].snapshot(pattern, 1))
+        old = [each for each in stored if each.stored_at < moment][:num_max]
+        found = []
+        for each in old:
+            entry = self.entry(each.subject[len(self._root) :], each)
+            found.append(Old(each.subject[len(self._root) :], None if entry is None else entry.value, each.seq))
+        return found
+
+    async def forget_marker(self, old: Old[T]) -> None:
+        bus = self.memory_bus
+        last = bus.server.streams[self._stream].last
+
+        def forget() -> None:
+            stored = last.get(self._root + old.key)
+            if stored is not None and stored.seq <= old.revision:
+                del last[self._root + old.key]
+
+        await bus.ask_until_answered(forget)
 
     def entries(self, messages: Messages) -> dict[str, Entry[T]]:
         found: dict[str, Entry[T]] = {}

@@ -13,7 +13,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -48,6 +48,15 @@ class Entry(Generic[T]):
 
     key: str
     value: T
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Old(Generic[T]):
+    """What nobody has written for long. ``value`` None: a delete marker."""
+
+    key: str
+    value: T | None
     revision: int
 
 
@@ -156,6 +165,43 @@ class Bucket(Generic[T]):
             raise Unreachable(f"bucket {self._name} cannot be read: NATS does not answer")
         return mirror
 
+    async def written_before(self, moment: float, num_max: int) -> Sequence[Old[T]]:
+        """What has not been written since ``moment`` (Unix seconds, the server's clock), the oldest first.
+
+        Raises Transient when the bucket cannot be read.
+        """
+        info: list[api.ConsumerInfo] = []
+        puller = self._bus.new_puller(self._stream, self._reader("", info), capacity=64, ordered=True)
+        found: list[Old[T]] = []
+        try:
+            await puller.start()
+            left = info[-1].num_pending or 0
+            while left > 0 and len(found) < num_max:
+                message = await puller.next()
+                puller.done()
+                delivered = message.delivered
+                if delivered.stored_at >= moment:
+                    break
+                key = message.subject[len(self._root) :]
+                with contextlib.suppress(Poison):
+                    entry = self._entry(key, message.data, delivered.sequence, message.headers)
+                    found.append(Old(key, None if entry is None else entry.value, delivered.sequence))
+                left = min(left - 1, delivered.pending)
+            return found
+        except _INTERRUPTIONS as error:
+            raise Transient(f"bucket {self._name} was not read to its end: {error!r}") from error
+        finally:
+            self._bus.forget_puller(puller)
+            await puller.stop()
+            await self._drop_reader(info)
+
+    async def forget_marker(self, old: Old[T]) -> None:
+        """Drop a delete marker for good; whatever was written over it stays. Raises Transient."""
+        try:
+            await self._bus.jetstream.purge_stream(self._stream, subject=self._root + old.key, seq=old.revision + 1)
+        except JETSTREAM_FAULTS as error:
+            raise Transient(f"bucket {self._name}, key {old.key}: its marker was not dropped ({error!r})") from error
+
     # --- internals ---------------------------------------------------------------------------------------------
 
     def _entry(self, key: str, data: bytes | None, revision: int, headers: dict[str, str] | None) -> Entry[T] | None:
@@ -230,21 +276,8 @@ class Bucket(Generic[T]):
     async def _read_all(self, prefix: str, live: Mirror[T] | None) -> dict[str, Entry[T]]:
         """Read the last value of every key; with ``live`` hand the list over and go on with changes until Lost."""
         info: list[api.ConsumerInfo] = []
-
-        async def ensure() -> str:
-            config = api.ConsumerConfig(
-                deliver_policy=api.DeliverPolicy.LAST_PER_SUBJECT,
-                ack_policy=api.AckPolicy.NONE,
-                filter_subject=f"{self._root}{prefix}>",
-                inactive_threshold=60.0,
-                mem_storage=True,
-                num_replicas=1,
-            )
-            info.append(await self._bus.jetstream.add_consumer(self._stream, config=config))
-            return str(info[-1].name)
-
         listed: dict[str, Entry[T]] = {}
-        puller = self._bus.new_puller(self._stream, ensure, capacity=_LIST_BATCH, ordered=True)
+        puller = self._bus.new_puller(self._stream, self._reader(prefix, info), capacity=_LIST_BATCH, ordered=True)
         try:
             await puller.start()
             left = info[-1].num_pending or 0
@@ -265,9 +298,29 @@ class Bucket(Generic[T]):
         finally:
             self._bus.forget_puller(puller)
             await puller.stop()
-            if info:
-                with contextlib.suppress(*JETSTREAM_FAULTS):
-                    await self._bus.jetstream.delete_consumer(self._stream, info[-1].name)
+            await self._drop_reader(info)
+
+    def _reader(self, prefix: str, info: MutableSequence[api.ConsumerInfo]) -> Callable[[], Awaitable[str]]:
+        """What makes a consumer of the last values under ``prefix``, in stream order, and notes it in ``info``."""
+
+        async def ensure() -> str:
+            config = api.ConsumerConfig(
+                deliver_policy=api.DeliverPolicy.LAST_PER_SUBJECT,
+                ack_policy=api.AckPolicy.NONE,
+                filter_subject=f"{self._root}{prefix}>",
+                inactive_threshold=60.0,
+                mem_storage=True,
+                num_replicas=1,
+            )
+            info.append(await self._bus.jetstream.add_consumer(self._stream, config=config))
+            return str(info[-1].name)
+
+        return ensure
+
+    async def _drop_reader(self, info: Sequence[api.ConsumerInfo]) -> None:
+        if info:
+            with contextlib.suppress(*JETSTREAM_FAULTS):
+                await self._bus.jetstream.delete_consumer(self._stream, info[-1].name)
 
     async def _next_change(self, puller: Puller, live: Mirror[T] | None = None) -> tuple[str, Entry[T] | None, int]:
         """Key, entry (None: deleted, or not usable, which is logged) and how many messages are pending behind it.

@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from openrl_common.bus import Bus, Delivery
 from openrl_common.duty import Duty
 from openrl_common.errors import Conflict, Transient, UnknownOutcome
-from openrl_common.events import Event, SeatBooked, SeatRefused
+from openrl_common.events import ClaimRetired, Event, Repaired, SeatBooked, SeatRefused
 from openrl_common.records import ClaimRecord, ClaimState
 from openrl_common.service import ServiceContext, ServiceSettings, until_stopped
 from openrl_common.store import Bucket, Entry, Mirror
@@ -33,6 +33,7 @@ from openrl_ledger.core.nodes import NodePolicy
 from openrl_ledger.core.ops import Contended, Emit, Environment, Lost, Pause, Read, Steps, Table, Write
 from openrl_ledger.core.turns import TurnPolicy
 from openrl_ledger.nodes_service import NodeJudge
+from openrl_ledger.retention_service import Retention, Retirer
 from openrl_ledger.turns_service import Arbiter
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ SUBJECTS = [
 ]
 _MIRRORED = (Table.CLAIMS, Table.BUDGETS, Table.NODES)
 _CONCURRENCY = 64
+_ASK_AGAIN_S = 60.0
 _PAUSE_S = 0.002
 _PAUSE_MAX_S = 0.25
 
@@ -60,6 +62,7 @@ class LedgerSettings(ServiceSettings):
     max_turn_s: float = 120.0
     turn_grace_s: float = 30.0
     nodes: NodePolicy = field(default_factory=NodePolicy)
+    keep_records_s: float = 8 * 86_400.0
 
 
 class Ledger:
@@ -73,6 +76,7 @@ class Ledger:
         )
         self.on_event: list[Any] = []
         self._mirrors: dict[Table, Mirror[Any]] = {}
+        self._retiring: dict[str, float] = {}
 
     async def start(self) -> None:
         """Follow the tables whose old copies are of use. Without it every read goes to the server."""
@@ -162,9 +166,10 @@ class Ledger:
     async def _tidy_once(self, before: set[janitor.Leftover], repaired: Counter) -> set[janitor.Leftover]:
         """Repair what this snapshot and the one before both show; returns what this one shows."""
         seats = await self._snapshot(Table.SEATS)
+        claims = await self._snapshot(Table.CLAIMS)
         seen = janitor.sightings(
             seats,
-            await self._snapshot(Table.CLAIMS),
+            claims,
             await self._snapshot(Table.BUDGETS),
             await self._snapshot(Table.LEASES),
         )
@@ -173,7 +178,23 @@ class Ledger:
             log.warning("janitor repairs %s", leftover)
             await self.drive(janitor.repair(leftover, leftover.tenant or "_fleet", seat.incarnation if seat else 0))
             repaired.labels(leftover.kind).inc()
+            await self._emit(
+                Repaired(
+                    kind=leftover.kind, at=self.environment.now(), workload=leftover.workload,
+                    assignment=leftover.assignment, claim=leftover.claim, node=leftover.node,
+                )
+            )  # fmt: skip
+        await self._ask_again(janitor.retiring(claims))
         return seen
+
+    async def _ask_again(self, retiring: dict[str, str]) -> None:
+        """Launchers free retiring claims from what is stored; one that still stands after a minute is said again."""
+        now = self.environment.now()
+        self._retiring = {claim: self._retiring.get(claim, now) for claim in retiring}
+        for claim, since in self._retiring.items():
+            if now - since >= _ASK_AGAIN_S:
+                self._retiring[claim] = now
+                await self._emit(ClaimRetired(claim=claim, node=retiring[claim]))
 
     def _forget_gone(self, key: str, entry: Entry[Any] | None) -> None:
         """Claims that are gone are kept in the bucket (ids are never reused, E9), not in memory."""
@@ -216,6 +237,7 @@ async def serve(context: ServiceContext, config: LedgerSettings) -> None:
     await ledger.start()
     await arbiter.start(ledger.claims)
     judge = ledger.judge(config.nodes, context.registry)
+    retirer = Retirer(context.bus, Retention(keep_s=config.keep_records_s), context.registry)
     try:
         await until_stopped(
             context.stopping,
@@ -230,6 +252,7 @@ async def serve(context: ServiceContext, config: LedgerSettings) -> None:
             duty.keep(context.bus.stopping),
             ledger.tidy(config.janitor_every_s, repaired, duty),
             judge.watch(duty),
+            retirer.watch(duty),
             arbiter.consume(),
             arbiter.watch(),
         )

@@ -371,3 +371,28 @@ def test_an_own_claim_keeps_what_its_founder_avoids_P13() -> None:
     (booked,) = world.handle(msgspec.structs.replace(request("w"), avoid=avoid))
     assert isinstance(booked, SeatBooked)
     assert world.claims()[booked.claim].avoid == avoid
+
+
+def test_L6_a_seat_that_never_started_is_released_although_its_launcher_says_nothing(world: World) -> None:
+    """L6, B7: fenced before it ran, so nothing of it can ever run; a started one waits for WorkerGone."""
+    first = founded(world, "w1")
+    world.handle(release("w1", first.assignment))
+    assert {leftover.kind for leftover in world.sightings()} == {"unstarted-seat"}
+    world.settle()
+    assert world.seats()["w1"].state is SeatState.EMPTY
+    assert world.tables[Table.LEASES][first.assignment].value.found == "none"
+    second = founded(world, "w2", "d1")
+    world.put(Table.LEASES, second.assignment, LeaseRecord(state=LeaseState.STARTING))
+    world.handle(release("w2", second.assignment))
+    world.settle()
+    assert world.seats()["w2"].state is SeatState.RELEASING
+
+
+def test_L6_a_retiring_claim_is_its_launchers_to_free_and_no_leftover(world: World) -> None:
+    """L6: the janitor asks again, it frees nothing."""
+    first = founded(world, "w1")
+    world.handle(release("w1", first.assignment))
+    world.handle(gone(first))
+    assert janitor.retiring(world.claims()) == {first.claim: "n1"}
+    world.settle()
+    assert world.claims()[first.claim].state is ClaimState.RETIRING

@@ -31,7 +31,10 @@ from openrl_ledger.core.ops import (
 
 @dataclass(frozen=True, order=True)
 class Leftover:
-    """One thing to repair. ``kind``: reservation, unlisted-seat, fenced-seat, node-entry, empty-claim."""
+    """One thing to repair.
+
+    ``kind``: reservation, unlisted-seat, fenced-seat, unstarted-seat, node-entry, empty-claim.
+    """
 
     kind: str
     workload: str
@@ -66,6 +69,9 @@ def sightings(
             tenant = holder.entries[seat.assignment].tenant
             if seat.state is SeatState.HELD and lease is not None and lease.state is LeaseState.TOMBSTONE:
                 found.add(Leftover("fenced-seat", workload, seat.assignment, seat.claim, holder.node, tenant))
+            elif seat.state is SeatState.RELEASING and (lease is None or lease.found == "none"):
+                # No process was ever started for it and none can be: nobody will say WorkerGone.
+                found.add(Leftover("unstarted-seat", workload, seat.assignment, seat.claim, holder.node, tenant))
         elif seat.state is SeatState.HELD or lease is None or lease.found == "none":
             found.add(Leftover("unlisted-seat", workload, seat.assignment, seat.claim, "", tenant))
     for node, budget in budgets.items():
@@ -74,6 +80,13 @@ def sightings(
             if holder is None or assignment not in holder.entries:
                 found.add(Leftover("node-entry", reserved.workload, assignment, reserved.claim, node, ""))
     return found
+
+
+def retiring(claims: Mapping[str, ClaimRecord]) -> dict[str, str]:
+    """Claims that only wait for their launcher to free them, with their nodes: it is asked again, nothing is freed."""
+    return {
+        key: claim.node for key, claim in claims.items() if claim.state is ClaimState.RETIRING and not claim.entries
+    }
 
 
 def repair(leftover: Leftover, tenant: str, incarnation: int) -> Steps[None]:
@@ -91,6 +104,9 @@ def repair(leftover: Leftover, tenant: str, incarnation: int) -> Steps[None]:
         yield from releasing.finish(leftover.workload, tenant, leftover.assignment, leftover.claim)
     elif leftover.kind == "fenced-seat":
         yield from releasing.request_release(leftover.workload, tenant, incarnation, leftover.assignment, close=False)
+    elif leftover.kind == "unstarted-seat":
+        if (yield from releasing.fence(leftover.assignment, "released before it started")) == "none":
+            yield from releasing.finish(leftover.workload, tenant, leftover.assignment, leftover.claim)
     elif leftover.kind == "node-entry":
         if (yield from releasing.clean(leftover.workload, leftover.assignment, leftover.claim)):
             yield from drop_node_entry(leftover.node, leftover.assignment)
