@@ -498,9 +498,9 @@ def hurried() -> Iterator[None]:
         (openrl_placement.service, "read_model", lambda directory: _MODEL),
         (openrl_placement.service, "_stamp", lambda directory: 0.0),
         (openrl_placement.service, "_EARLY_END_S", 40.0),
-    ]
         (openrl_ledger.nodes_service, "LOOK_S", 5.0),
         (openrl_common.duty, "DUTY_RENEW_S", 5.0),
+    ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     try:
         for owner, name, new in replaced:
