@@ -114,7 +114,7 @@ class KubeApi:
         """Lines of a watch until the server ends it.
 
         Raises:
-            Silent: nothing came for ``silence_s``. Transient: the connection broke. Expired: 410 in the answer's status.
+            Silent: nothing came for ``silence_s``. Transient: the connection broke. Expired: the answer is 410.
         """
         self._count("WATCH", path)
         response: aiohttp.ClientResponse | None = None
