@@ -524,7 +524,7 @@ class ReadyRecord(Record, frozen=True, kw_only=True):
 class WeightsRecord(Record, frozen=True, kw_only=True):
     """Key ``<tenant>.<job>`` in openrl_weights: the newest published version, so that a restarted sampler finds it.
 
-    ``format`` is ``full`` or ``lora``; ``manifest`` the path of manifest.json, ``digest`` its SHA-256.
+    ``format`` is ``full``, ``lora`` or ``delta``; ``manifest`` the path of manifest.json, ``digest`` its SHA-256.
     """
 
     tenant: str

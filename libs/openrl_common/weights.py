@@ -4,6 +4,7 @@ A version directory appears complete under its final name or not at all (the tra
 
     <home>/weights/<tenant>/<job>/<incarnation>/v<version:06d>/
         manifest.json                    this module's WeightsManifest
+        delta.safetensors                format "delta": what changed since the parent (openrl_common.deltas)
         model.safetensors, config.json   format "full": a Hugging Face model directory
         adapter_model.safetensors, adapter_config.json   format "lora": the PEFT layout
 
@@ -25,7 +26,10 @@ from openrl_common.records import LoraSpec, Record, WeightsRecord
 from openrl_common.tensors import read_header
 
 MANIFEST = "manifest.json"
-FORMATS = ("full", "lora")
+DELTA = "delta"
+FORMATS = ("full", "lora", DELTA)
+WEIGHTS_FORMATS = "weights_formats"
+"""A sampler's ready record has this detail: the formats it takes, with commas. Without it: all but ``delta``."""
 _BLOCK_BYTES = 4 * 1024 * 1024
 
 
@@ -48,8 +52,10 @@ class WeightsManifest(Record, frozen=True, kw_only=True):
     """Contents of ``manifest.json``.
 
     Attributes:
-        format: ``full`` or ``lora``.
+        format: ``full``, ``lora`` or ``delta``.
         parent: the version this one was trained from (0 = the base model as it came).
+        parent_digest: SHA-256 of the parent's manifest.json (``delta``).
+        baseline: the version of format ``full`` that a chain of deltas begins at (``delta``).
         files: every file of the directory but the manifest, by name.
         lora: the adapter's settings for format ``lora``.
         seq: the training-log entry (04-R4) that asked for this version.
@@ -68,6 +74,8 @@ class WeightsManifest(Record, frozen=True, kw_only=True):
     lora: LoraSpec | None = None
     base_model: str = ""
     seq: int = 0
+    parent_digest: str = ""
+    baseline: int | None = None
 
 
 def job_directory(home: Path, tenant: str, job: str, incarnation: int) -> Path:
@@ -75,7 +83,11 @@ def job_directory(home: Path, tenant: str, job: str, incarnation: int) -> Path:
 
 
 def version_directory(home: Path, tenant: str, job: str, incarnation: int, version: int) -> Path:
-    return job_directory(home, tenant, job, incarnation) / f"v{version:06d}"
+    return job_directory(home, tenant, job, incarnation) / version_name(version)
+
+
+def version_name(version: int) -> str:
+    return f"v{version:06d}"
 
 
 def encode_manifest(manifest: WeightsManifest) -> bytes:
@@ -110,6 +122,8 @@ def read_manifest(path: Path | str, digest: str | None = None) -> WeightsManifes
 def _contradiction(manifest: WeightsManifest) -> str:
     if manifest.format not in FORMATS:
         return f"format {manifest.format!r} is not one of {', '.join(FORMATS)}"
+    if manifest.format == "delta" and not (manifest.parent_digest and manifest.parent is not None):
+        return "a delta does not name its parent"
     for name in manifest.files:
         if PurePosixPath(name).name != name or name in ("", ".", "..", MANIFEST):
             return f"file name {name!r} is not a plain name inside the version directory"

@@ -38,6 +38,18 @@ TRAINER_SETTINGS = (
         default="60s",
         help="How often a job's training is checkpointed: a duration, or optimizer steps such as 20steps, or off.",
     ),
+    settings.setting(
+        "--weights-delta",
+        type=click.Choice(["auto", "on", "off"]),
+        default="auto",
+        help="Full fine-tuning: publish what changed where that is smaller; auto: when the job's sampler takes it.",
+    ),
+    settings.setting(
+        "--baseline-every",
+        type=settings.WholeNumber(minimum=1),
+        default="10",
+        help="Deltas between two whole weights versions.",
+    ),
 )
 
 

@@ -46,7 +46,7 @@ from openrl_trainer.model import BaseModel
 from openrl_trainer.optimizer import Adam
 from openrl_trainer.packing import default_token_budget, pack
 from openrl_trainer.state_file import OPTIMIZER_SECTIONS, SECTIONS, State, read_state, write_state
-from openrl_trainer.weights_out import VersionRequest, copy_weights, host_copy, remove_old_versions, write_version
+from openrl_trainer.weights_out import VersionRequest, VersionWriter, copy_weights, host_copy, remove_old_versions
 
 _LOGITS_PER_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Logits held at once (R3): 64 MiB on a CPU, 256 MiB on a GPU, in float32."""
@@ -71,11 +71,13 @@ class JobSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """``token_budget`` 0 = from the model's shape and ``device_bytes``; ``keep_weights``: versions kept on disk."""
+    """``token_budget`` 0 = from the model's shape and ``device_bytes``; ``keep_weights``: versions kept on disk;
+    ``baseline_every``: deltas between two whole versions."""
 
     home: Path
     token_budget: int = 0
     keep_weights: int = 4
+    baseline_every: int = 10
     device_bytes: int = 0
 
 
@@ -93,13 +95,20 @@ class Outcome:
 
 
 class TrainEngine:
-    """Attributes: ``version``, the newest weights version (0 = none yet, the base model)."""
+    """One job on a base model.
+
+    Attributes:
+        version: the newest weights version (0 = none yet, the base model).
+        deltas: whether versions may be deltas: the job's sampler takes them.
+    """
 
     def __init__(self, base: BaseModel, job: JobSettings, settings: EngineSettings) -> None:
         self.base = base
         self.job = job
         self.version = 0
+        self.deltas = False
         self._settings = settings
+        self._versions = VersionWriter(settings.home, base, baseline_every=settings.baseline_every)
         if job.lora is not None:
             base.add_adapter(job.adapter, job.lora, seed=job.seed, rank_max=job.rank_max)
         self._parameters = base.trainable(job.adapter)
@@ -135,10 +144,7 @@ class TrainEngine:
             except StopIteration as ended:
                 outcome: Outcome = ended.value
                 break
-        if outcome.write is not None:
-            outcome = outcome.write()
-            self.retain()
-        return outcome
+        return outcome if outcome.write is None else outcome.write()
 
     def steps(self, request: AnyTrainRequest, stored: TrainResult | None = None) -> Generator[None, None, Outcome]:
         """``apply`` in pieces: pauses at every safe boundary, the end of a micro-batch; returns the outcome."""
@@ -334,7 +340,7 @@ class TrainEngine:
                 adapter=self.job.adapter,
                 lora=self.job.lora,
             )
-            record = write_version(self._settings.home, self.base, version, weights)
+            record = self._versions.write(version, weights, deltas=self.deltas)
             self.version = record.version
             metrics = {"total_bytes": float(record.total_bytes), "copy_seconds": copied}
             return Outcome(TrainResult(seq=request.seq, metrics=metrics, version=record.version), record)

@@ -33,9 +33,10 @@ from openrl_common.errors import Rejected, Transient
 from openrl_common.events import WeightsApplied, WeightsReady
 from openrl_common.names import train_subject
 from openrl_common.nats_server import MAX_PAYLOAD_BYTES
-from openrl_common.records import JobRecord, WeightsRecord
+from openrl_common.records import JobKind, JobRecord, WeightsRecord
 from openrl_common.streams import EVENTS, TRAIN
 from openrl_common.turns import TurnStopped
+from openrl_common.weights import DELTA, WEIGHTS_FORMATS
 from openrl_common.wire import (
     TRAIN_DECODER,
     AnyTrainRequest,
@@ -92,6 +93,8 @@ class JobRunner:
         checkpointer: Checkpointer,
         metrics: Metrics,
         on_first_step: Callable[[float], Awaitable[None]],
+        *,
+        weights_delta: str,
     ) -> None:
         self._context = context
         self._bus = context.bus
@@ -103,6 +106,7 @@ class JobRunner:
         self._background: Background
         self._metrics = metrics
         self._on_first_step = on_first_step
+        self._weights_delta = weights_delta
         self._order: LogOrder[Delivery] = LogOrder()
         self._engine: TrainEngine | None = None
         self._broken: ErrorInfo | None = None
@@ -266,9 +270,13 @@ class JobRunner:
     async def _write(
         self, write: Callable[[], Outcome], envelope: Envelope, request: AnyTrainRequest | None, started: float
     ) -> None:
+        engine = self._engine
+        assert engine is not None
+        if isinstance(request, SaveWeights):
+            engine.deltas = await self._may_send_deltas()
         outcome: Outcome = await self._on_disk(write)
         await self._settle(outcome, envelope, request, started)
-        if outcome.weights is not None and (engine := self._engine) is not None:
+        if outcome.weights is not None:
             served = await self._served_versions()
             await self._on_disk(lambda: engine.retain(served))
 
@@ -284,6 +292,17 @@ class JobRunner:
         if envelope.reply_to:
             await self._bus.send(envelope.reply_to, body)
         await self._note(request, result, started)
+
+    async def _may_send_deltas(self) -> bool:
+        """Whether the job's sampler says in its ready record that it takes deltas (or a setting says so)."""
+        if self._weights_delta != "auto" or self._record.spec.kind is not JobKind.FFT:
+            return self._weights_delta == "on"
+        store = self._bus.store
+        sampler = await self._retried(lambda: store.workloads.get(self._record.sampler))
+        if sampler is None or not sampler.value.assignment:
+            return False
+        ready = await self._retried(lambda: store.ready.get(sampler.value.assignment))
+        return ready is not None and DELTA in ready.value.detail.get(WEIGHTS_FORMATS, "").split(",")
 
     async def _served_versions(self) -> tuple[int, ...]:
         """The version that a sampler of this job said it applied last: it may read the files again (R11)."""

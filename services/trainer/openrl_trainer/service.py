@@ -57,6 +57,8 @@ class TrainerSettings(WorkerSettings):
     torch_threads: int
     prefetch: str
     checkpoint_every: Cadence
+    weights_delta: str
+    baseline_every: int
 
 
 async def serve(context: WorkerContext, config: TrainerSettings) -> None:
@@ -197,6 +199,7 @@ class Trainer:
                     ),
                     self._metrics,
                     self._on_step,
+                    weights_delta=self._config.weights_delta,
                 )
                 await runner.prepare()
                 self._runners[job] = runner
@@ -248,6 +251,7 @@ class Trainer:
             home=self._context.home,
             token_budget=self._config.train_token_budget,
             keep_weights=self._config.keep_weights,
+            baseline_every=self._config.baseline_every,
             device_bytes=self._context.device_bytes,
         )
         return TrainEngine(self._base, job, settings)

@@ -1,8 +1,9 @@
 """Weights versions on disk (R11): a directory per version, complete under its final name or absent.
 
 Format ``full`` is a Hugging Face directory that ``from_pretrained`` loads (tied embeddings stored once); ``lora`` is
-the PEFT layout that ``PeftModel.from_pretrained`` loads. Nothing in it depends on the clock, so that a replayed log
-(R5) writes the same bytes and finds its own directory standing.
+the PEFT layout that ``PeftModel.from_pretrained`` loads; ``delta`` holds the elements that changed since the version
+before, all optimizer steps in between. Nothing in it depends on the clock, so that a replayed log (R5) finds its own
+directory standing.
 
 Writing happens beside the training, from a copy (R12): nothing here looks at a parameter of the model after
 ``copy_weights``.
@@ -17,10 +18,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import safetensors.torch
 import torch
 from torch import Tensor
 
+from openrl_common.deltas import DELTA_FILE
 from openrl_common.errors import Rejected
 from openrl_common.records import LoraSpec, WeightsRecord
 from openrl_common.weights import (
@@ -35,8 +38,12 @@ from openrl_common.weights import (
     version_directory,
     weights_record,
 )
+from openrl_trainer.deltas_out import changed
 from openrl_trainer.files import disk_errors, publish_directory, temporary_directory
 from openrl_trainer.model import BaseModel
+
+_WORTHWHILE = 0.8
+"""A delta is written when it has at most this share of a whole version's bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,27 +78,82 @@ def copy_weights(base: BaseModel, adapter: str) -> Weights:
     }
 
 
-def write_version(home: Path, base: BaseModel, request: VersionRequest, weights: Weights) -> WeightsRecord:
-    """Write one version.
+class VersionWriter:
+    """Writes one job's versions. Whole ones are baselines; a delta is written where allowed, and where it is smaller.
 
-    Raises:
-        Rejected: ``disk-full`` or ``write-failed``; the versions before it are untouched.
+    For deltas it keeps the weights of the version it wrote last: as many bytes of host memory as the model has. A
+    restarted trainer has none, and begins with a baseline.
     """
-    final = version_directory(home, request.tenant, request.job, request.incarnation, request.version)
-    with disk_errors(final):
-        if (standing := _standing(final, request)) is not None:
-            return standing
-        with temporary_directory(final) as temporary:
-            if request.adapter:
-                _write_adapter(base, request.adapter, weights, temporary)
-            else:
-                base.model.save_pretrained(str(temporary), state_dict=dict(weights))
-            manifest = _describe(temporary, base.path, request)
-            body = encode_manifest(manifest)
-            (temporary / MANIFEST).write_bytes(body)
-            shutil.rmtree(final, ignore_errors=True)
-            publish_directory(temporary, final)
-    return weights_record(manifest, final, hashlib.sha256(body).hexdigest())
+
+    def __init__(self, home: Path, base: BaseModel, *, baseline_every: int) -> None:
+        self._home = home
+        self._base = base
+        self._baseline_every = baseline_every
+        self._parent: _Parent | None = None
+
+    def write(self, request: VersionRequest, weights: Weights, *, deltas: bool = False) -> WeightsRecord:
+        """Write one version.
+
+        Raises:
+            Rejected: ``disk-full`` or ``write-failed``; the versions before it are untouched.
+        """
+        parent, self._parent = self._parent, None
+        final = version_directory(self._home, request.tenant, request.job, request.incarnation, request.version)
+        with disk_errors(final):
+            if (standing := _standing(final, request)) is not None:
+                return standing
+            with temporary_directory(final) as temporary:
+                manifest = self._fill(temporary, request, weights, parent if deltas else None)
+                body = encode_manifest(manifest)
+                (temporary / MANIFEST).write_bytes(body)
+                shutil.rmtree(final, ignore_errors=True)
+                publish_directory(temporary, final)
+        digest = hashlib.sha256(body).hexdigest()
+        if deltas:
+            self._parent = self._next_parent(manifest, digest, weights, parent)
+        return weights_record(manifest, final, digest)
+
+    def _fill(
+        self, directory: Path, request: VersionRequest, weights: Weights, parent: _Parent | None
+    ) -> WeightsManifest:
+        if request.adapter:
+            _write_adapter(self._base, request.adapter, weights, directory)
+            return _describe(directory, self._base.path, request, "lora")
+        if parent is not None and parent.version == request.parent and parent.length < self._baseline_every:
+            named = {name: weights[name] for name in parent.weights}
+            whole = sum(tensor.numel() * tensor.element_size() for tensor in named.values())
+            delta = changed(parent.weights, named, int(_WORTHWHILE * whole))
+            if delta is not None:
+                safetensors.torch.save_file(delta, directory / DELTA_FILE, metadata={"format": "pt"})
+                manifest = _describe(directory, self._base.path, request, "delta")
+                return msgspec.structs.replace(manifest, parent_digest=parent.digest, baseline=parent.baseline)
+        self._base.model.save_pretrained(str(directory), state_dict=dict(weights))
+        return _describe(directory, self._base.path, request, "full")
+
+    def _next_parent(
+        self, manifest: WeightsManifest, digest: str, weights: Weights, parent: _Parent | None
+    ) -> _Parent | None:
+        if manifest.format == "delta":
+            assert parent is not None
+            named = {name: weights[name] for name in parent.weights}
+            return _Parent(manifest.version, digest, named, parent.baseline, parent.length + 1)
+        if manifest.format != "full":
+            return None
+        shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
+        if any(name not in weights or tuple(weights[name].shape) != shape for name, shape in shapes.items()):
+            return None  # an architecture whose files name their tensors otherwise: whole versions only
+        return _Parent(manifest.version, digest, {name: weights[name] for name in shapes}, manifest.version, 0)
+
+
+@dataclass(frozen=True)
+class _Parent:
+    """The version written last: ``weights`` under the names of its files; ``length`` deltas since ``baseline``."""
+
+    version: int
+    digest: str
+    weights: Weights
+    baseline: int
+    length: int
 
 
 def _write_adapter(base: BaseModel, adapter: str, weights: Weights, directory: Path) -> None:
@@ -101,12 +163,12 @@ def _write_adapter(base: BaseModel, adapter: str, weights: Weights, directory: P
     config.save_pretrained(str(directory))
 
 
-def _describe(directory: Path, base_model: str, request: VersionRequest) -> WeightsManifest:
+def _describe(directory: Path, base_model: str, request: VersionRequest, weights_format: str) -> WeightsManifest:
     paths = sorted(directory.iterdir())
     files = {path.name: FileInfo(sha256=hash_file(path), bytes=path.stat().st_size) for path in paths}
     tensors = [info for path in paths if path.suffix == ".safetensors" for info in read_tensor_infos(path)]
     return WeightsManifest(
-        format="lora" if request.adapter else "full",
+        format=weights_format,
         tenant=request.tenant,
         job=request.job,
         incarnation=request.incarnation,
@@ -135,11 +197,25 @@ def _standing(final: Path, request: VersionRequest) -> WeightsRecord | None:
 
 
 def remove_old_versions(directory: Path, keep: int, served: Collection[int] = ()) -> None:
-    """Keep the ``keep`` newest version directories and the versions ``served``.
+    """Keep the ``keep`` newest versions, the versions ``served``, and what any of these builds on.
 
     A directory that cannot be removed is left for the next time.
     """
-    versions = sorted(path for path in directory.glob("v[0-9]*") if path.is_dir())
-    for path in versions[: max(0, len(versions) - keep)]:
-        if int(path.name[1:]) not in served:
-            shutil.rmtree(path, ignore_errors=True)
+    versions = {int(path.name[1:]): path for path in directory.glob("v[0-9]*") if path.is_dir()}
+    kept: set[int] = set()
+    wanted = [*sorted(versions)[-keep:], *served]
+    while wanted:
+        version = wanted.pop()
+        if version in versions and version not in kept:
+            kept.add(version)
+            wanted += _builds_on(versions[version])
+    for version in versions.keys() - kept:
+        shutil.rmtree(versions[version], ignore_errors=True)
+
+
+def _builds_on(directory: Path) -> list[int]:
+    try:
+        manifest = read_manifest(directory / MANIFEST)
+    except Rejected:
+        return []
+    return [manifest.parent] if manifest.format == "delta" and manifest.parent is not None else []

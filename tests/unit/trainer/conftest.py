@@ -56,7 +56,7 @@ def new_engine(new_base: Callable[..., BaseModel], tmp_path: Path) -> Callable[.
     def make(
         *, lora: LoraSpec | None = None, base: BaseModel | None = None, job: str = "job", seed: int = 0,
         token_budget: int = 1024, home: Path | None = None, keep: int = 4, incarnation: int = 7,
-        float32_masters: bool = False,
+        float32_masters: bool = False, baseline_every: int = 10,
     ) -> TrainEngine:  # fmt: skip
         return TrainEngine(
             base or new_base(frozen=lora is not None),
@@ -68,7 +68,9 @@ def new_engine(new_base: Callable[..., BaseModel], tmp_path: Path) -> Callable[.
                 lora=lora,
                 float32_masters=float32_masters,
             ),
-            EngineSettings(home=home or tmp_path, token_budget=token_budget, keep_weights=keep),
+            EngineSettings(
+                home=home or tmp_path, token_budget=token_budget, keep_weights=keep, baseline_every=baseline_every
+            ),
         )
 
     return make

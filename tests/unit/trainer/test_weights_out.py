@@ -95,6 +95,7 @@ def _quiet() -> Iterator[None]:
 def test_versions_count_up_name_their_parent_and_the_oldest_go_R11(new_engine: Engines) -> None:
     engine = new_engine(lora=LoraSpec(rank=2), keep=2)
     records = [trained(engine, seq) for seq in (1, 4, 7)]
+    engine.retain()
     assert [(record.version, record.parent) for record in records] == [(1, 0), (2, 1), (3, 2)]
     assert sorted(path.name for path in Path(records[0].manifest).parents[1].iterdir()) == ["v000002", "v000003"]
 
