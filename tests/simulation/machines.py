@@ -359,7 +359,7 @@ class Machine:
             device_bytes=this.launch.device_bytes,
             stopping=bus.stopping,
         )
-        revision = await worker._go_live(context)
+        revision = await worker._go_live(context, wait_s=0.0)
         if revision is None:
             return 0
         this.touching = True
