@@ -1,6 +1,7 @@
 """A duty: what only one of several replicas does at a time, as a lease by compare-and-swap (L6, E13).
 
 free ─▶ held ─ renewed every 3 s ─ … ─ silent for 10 s by another replica's clock ─▶ that one's
+                                     └ its process is gone, on the same machine ───▶ that one's at once
 """
 
 from __future__ import annotations
@@ -8,9 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import uuid
 from collections.abc import Callable
+from pathlib import Path
 
-from openrl_common.errors import Conflict, Transient
+import psutil
+
+from openrl_common.errors import Conflict, Rejected, Transient
 from openrl_common.liveness import Pulses
 from openrl_common.records import DutyRecord
 from openrl_common.store import Bucket
@@ -19,6 +25,36 @@ log = logging.getLogger(__name__)
 
 DUTY_RENEW_S = 3.0
 DUTY_LAPSE_S = 10.0
+_LOOK_S = 0.05
+
+
+def this_process() -> str:
+    """A holder's name that ``process_is_gone`` understands: the machine's boot, the pid's name space, pid and start."""
+    process = psutil.Process()
+    return f"{_where()}/{process.pid}/{process.create_time():.2f}"
+
+
+def process_is_gone(holder: str) -> bool:
+    """Did ``holder`` run here, and does it no more? False where that cannot be told from here."""
+    where, _, rest = holder.partition("/")
+    pid, _, created = rest.partition("/")
+    if where != _where() or not pid.isdigit():
+        return False
+    try:
+        return f"{psutil.Process(int(pid)).create_time():.2f}" != created
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
+
+
+def _where() -> str:
+    """This boot of this machine, and which pids this process sees. Elsewhere than on Linux: the network card."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"{uuid.getnode():x}"
 
 
 class Duty:
@@ -30,13 +66,26 @@ class Duty:
     Args:
         holder: unique per process.
         clock: monotonic seconds.
+        gone: is it known for certain that this holder is no more?
     """
 
-    def __init__(self, bucket: Bucket[DutyRecord], name: str, *, holder: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        bucket: Bucket[DutyRecord],
+        name: str,
+        *,
+        holder: str,
+        clock: Callable[[], float],
+        gone: Callable[[str], bool] = lambda holder: False,
+    ) -> None:
         self._bucket = bucket
         self._name = name
         self._holder = holder
         self._clock = clock
+        self._gone = gone
+        self._lost = asyncio.Event()
+        self.elsewhere = False
+        """Was it another replica's at the last look?"""
         self._pulses = Pulses()
         self._revision = 0
         self._renewals = 0
@@ -45,6 +94,38 @@ class Duty:
     @property
     def held(self) -> bool:
         return self._sent_at is not None and self._clock() - self._sent_at < DUTY_LAPSE_S
+
+    async def wait_held(self, stopping: asyncio.Event) -> bool:
+        """Stand by, while ``keep`` runs, until it is this replica's; False: ``stopping`` came first."""
+        while not (self.held or stopping.is_set()):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await stopping.wait()
+        return self.held
+
+    async def wait_lost(self, stopping: asyncio.Event) -> None:
+        """For a task group: raises Rejected (``duty-lost``) once another replica has taken it over.
+
+        A replica that is only cut off from the bus has not lost it: it goes on, or finds out when it is back.
+        """
+        while not stopping.is_set():
+            if self._lost.is_set():
+                raise self._lost_error()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await stopping.wait()
+
+    async def confirm(self) -> None:
+        """Ask the bucket whose it is, having met a write that nobody here made. Raises Rejected (``duty-lost``)."""
+        entry = await self._bucket.get(self._name)
+        if entry is None or entry.value.holder != self._holder:
+            self._lost.set()
+            raise self._lost_error()
+
+    def _lost_error(self) -> Rejected:
+        return Rejected(
+            f"another replica has taken over ({self._name}): this one starts again as a stand-by", code="duty-lost"
+        )
 
     async def keep(self, stopping: asyncio.Event) -> None:
         """Renew it, or take it over once its holder has gone silent; hand it back when stopping."""
@@ -70,9 +151,9 @@ class Duty:
         if self._sent_at is None:
             entry = await self._bucket.get(self._name)
             holder, revision = ("", 0) if entry is None else (entry.value.holder, entry.revision)
-            if holder not in ("", self._holder) and not self._pulses.lapsed(
-                self._name, revision, now, limit_s=DUTY_LAPSE_S
-            ):
+            lapsed = self._pulses.lapsed(self._name, revision, now, limit_s=DUTY_LAPSE_S)
+            self.elsewhere = holder not in ("", self._holder) and not lapsed and not self._gone(holder)
+            if self.elsewhere:
                 return
             self._revision = revision
             now = self._clock()
@@ -83,6 +164,7 @@ class Duty:
         except Conflict:
             if self._sent_at is not None:
                 log.info("duty %s is another replica's now", self._name)
+                self._lost.set()
             self._sent_at = None
             return
         if self._sent_at is None:

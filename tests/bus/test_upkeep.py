@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator
 
@@ -12,8 +13,8 @@ from prometheus_client import CollectorRegistry
 from openrl_common import duty as duty_module
 from openrl_common import streams
 from openrl_common.bus import Bus
-from openrl_common.duty import Duty
-from openrl_common.errors import Conflict
+from openrl_common.duty import Duty, process_is_gone, this_process
+from openrl_common.errors import Conflict, Rejected
 from openrl_common.records import (
     ClaimRecord,
     ClaimState,
@@ -68,6 +69,27 @@ async def test_l6_one_replica_has_the_duty_and_another_takes_it_over_once_it_is_
     assert two.held
     await one.look()
     assert (one.held, two.held) == (False, True)
+
+
+async def test_l6_a_duty_of_a_process_that_is_gone_is_taken_over_at_once(bus: Bus) -> None:
+    """L6: only where its name tells that it ran here and does not any more."""
+    clock = Clock()
+    ended = await asyncio.create_subprocess_exec(sys.executable, "-c", "pass")
+    pid = ended.pid
+    await ended.wait()
+    here = this_process()
+    assert not process_is_gone(here)
+    where, _, started = here.split("/")
+    assert not process_is_gone(f"elsewhere/{pid}/{started}"), "another machine's: its silence must tell"
+    dead = f"{where}/{pid}/{started}"
+    one = Duty(bus.store.duties, "upkeep", holder=dead, clock=clock)
+    two = Duty(bus.store.duties, "upkeep", holder=here, clock=clock, gone=process_is_gone)
+    await one.look()
+    await two.look()
+    assert two.held
+    with pytest.raises(Rejected, match="another replica has taken over"):
+        await one.confirm()
+    await two.confirm()
 
 
 async def test_l6_a_duty_is_handed_back_when_its_holder_stops(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ model's files; those of one name keep their order). Effects of one record keep t
 for those before it (``_Outbox``). An effect that could not be carried out is kept and tried with the next ones, so that
 memory never runs ahead for good.
 
-One active replica in this first cut: records are written unconditionally, by this one writer (E4).
+One replica is active, under a duty (W1, E4); the others stand by, with nothing but the duty in mind. A replica that
+loses it ends its process and comes back as a stand-by: nothing of its view can be trusted any more.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ import msgspec
 from prometheus_client import Counter, Gauge, Histogram
 
 from openrl_common.bus import Bus, Delivery
+from openrl_common.duty import Duty, process_is_gone, this_process
 from openrl_common.errors import Conflict, OpenRLError, Poison, Rejected, Transient
 from openrl_common.events import Event, JobCancelled, JobFailed, JobFinished, JobSubmitted
+from openrl_common.health import check
 from openrl_common.queries import (
     CLAIMS,
     EXPLAIN,
@@ -125,9 +128,10 @@ def _stamp(directory: str) -> float:
 class _Outbox:
     """Carries out effects: records first, events after, each record's effects in the order of their decisions."""
 
-    def __init__(self, bus: Bus, state: State) -> None:
+    def __init__(self, bus: Bus, state: State, duty: Duty | None) -> None:
         self._bus = bus
         self._state = state
+        self._duty = duty
         self._tails: dict[str, asyncio.Future[None]] = {}
         self._kept: list[Effects] = []
         self.revisions: dict[tuple[int, str], int] = {}
@@ -193,6 +197,8 @@ class _Outbox:
                     return
                 except Conflict:
                     standing = await bucket.get(key)
+                    if self._duty is not None:
+                        await self._duty.confirm()  # after the read: what is written from it can replace nothing newer
                     self.revisions[place] = 0 if standing is None else standing.revision
 
     async def _publish(self, event: Event) -> None:
@@ -210,11 +216,12 @@ def _records_of(event: Event) -> list[str]:
 
 
 class Placement:
-    """One replica. ``handle`` is what the consumer calls."""
+    """The active replica. ``handle`` is what the consumer calls. Without a duty nobody else may write (tests)."""
 
-    def __init__(self, bus: Bus, config: PlacementSettings) -> None:
+    def __init__(self, bus: Bus, config: PlacementSettings, duty: Duty | None = None) -> None:
         self._bus = bus
         self._config = config
+        self._duty = duty
         self._constants = constants_of(config)
         fleet = Fleet(
             limit=config.max_seats_per_claim,
@@ -230,7 +237,7 @@ class Placement:
             logs_directory=str(config.home / "logs"),
         )
         self.state = State(fleet, policy)
-        self._outbox = _Outbox(bus, self.state)
+        self._outbox = _Outbox(bus, self.state, duty)
         self._models = Models()
         self._names: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._pass = Pass()
@@ -290,6 +297,8 @@ class Placement:
         else:
             effects = core.decide(self.state, event, time.time())
         await self._outbox.carry_out(effects)
+        if self._duty is not None and not self._duty.held:
+            raise Transient("this replica may have been replaced meanwhile: its successor has to see this too")
         if isinstance(event, JobCancelled | JobFinished) and self._came_early(event, delivery):
             raise Transient(f"job {event.job}: its end came before its submission {event.submission}")
 
@@ -422,14 +431,35 @@ def constants_of(config: PlacementSettings) -> Constants:
 
 
 async def serve(context: ServiceContext, config: PlacementSettings) -> None:
-    """The body of the service."""
+    """The body of the service: stand by until the duty is this replica's (W1), then act."""
+    duty = Duty(
+        context.bus.store.duties, "placement", holder=this_process(), clock=time.monotonic, gone=process_is_gone
+    )
+    synced, bound = asyncio.Event(), asyncio.Event()
+    # A stand-by is ready: it can take over.
+    for name, done, why in (
+        ("caches", synced, "the buckets are not read yet"),
+        ("consumer", bound, "placement's consumer is not bound yet"),
+    ):
+        context.checks[name] = check(lambda done=done: done.is_set() or duty.elsewhere, why)  # type: ignore[misc]
+    drained = asyncio.Event()
+    keeping = asyncio.create_task(duty.keep(drained), name="duty")
+    try:
+        if await duty.wait_held(context.stopping):
+            await _act(context, config, duty, synced, bound)
+    finally:
+        drained.set()  # only now: a successor must not read what is still being written
+        await keeping
+
+
+async def _act(
+    context: ServiceContext, config: PlacementSettings, duty: Duty, synced: asyncio.Event, bound: asyncio.Event
+) -> None:
     handled = Histogram("openrl_placement_handle_seconds", "Time to handle one event", registry=context.registry)
     failures = Counter("openrl_placement_jobs_failed", "Jobs refused or failed", ["code"], registry=context.registry)
     waiting = Gauge("openrl_placement_waiting", "Workloads in the waiting line", registry=context.registry)
-    placement = Placement(context.bus, config)
+    placement = Placement(context.bus, config, duty)
     waiting.set_function(lambda: len(placement.state.line))
-    synced = context.require("caches", "the buckets are not read yet")
-    bound = context.require("consumer", "placement's consumer is not bound yet")
 
     async def handle(delivery: Delivery) -> None:
         with handled.time():
@@ -455,6 +485,7 @@ async def serve(context: ServiceContext, config: PlacementSettings) -> None:
             ),
             placement.follow_mirrors(),
             placement.follow_time(),
+            duty.wait_lost(context.stopping),
         )
     finally:
         await placement.close()

@@ -51,7 +51,17 @@ from openrl_common.queries import (
     NodesAnswer,
     WorkloadsAnswer,
 )
-from openrl_common.records import ClaimState, Device, JobKind, JobSpec, NodeRecord, ReadyRecord, Reason, WorkloadPhase
+from openrl_common.records import (
+    ClaimState,
+    Device,
+    JobKind,
+    JobPhase,
+    JobSpec,
+    NodeRecord,
+    ReadyRecord,
+    Reason,
+    WorkloadPhase,
+)
 
 CONFIG = {
     "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -74,9 +84,10 @@ class System:
     pending: list[str] = field(default_factory=list)
     cut: dict[str, str] = field(default_factory=dict)
 
-    async def start(self, service: str) -> None:
-        with (self.home / f"{service}.log").open("ab") as log:
-            self.processes[service] = await asyncio.create_subprocess_exec(
+    async def start(self, service: str, name: str = "") -> None:
+        name = name or service
+        with (self.home / f"{name}.log").open("ab") as log:
+            self.processes[name] = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", f"openrl_{service}", env=self.environment, stdout=log, stderr=log
             )
 
@@ -350,3 +361,45 @@ async def test_bad_input_is_answered_and_garbage_goes_to_the_dead_letters(system
         await system.bus.request(EXPLAIN, ExplainQuery(workload="nobody/trainer"), ExplainAnswer)
     await system.bus.publish(good)
     await system.until(lambda: len(system.of(JobAdmitted, "a")) == 1)
+
+
+async def active(system: System) -> int:
+    """The pid of the placement that has the duty; 0: nobody has."""
+    entry = await system.bus.store.duties.get("placement")
+    return int(entry.value.holder.split("/")[1]) if entry is not None and entry.value.holder else 0
+
+
+async def test_W1_one_placement_acts_and_another_takes_over_at_once_when_its_process_is_gone(system: System) -> None:
+    """W1, L6: the stand-by is on the same machine, it sees that the process is gone."""
+    await system.start("placement", "second")
+    await system.submit("a")
+    await system.until(lambda: system.of(JobReady, "a"))
+    first = system.processes["placement"].pid
+    assert await active(system) == first
+    await system.kill("placement")
+    await system.submit("b")
+    await system.until(lambda: system.of(JobReady, "b"))
+    assert await active(system) == system.processes["second"].pid
+    assert len(system.of(JobAdmitted, "b")) == 1
+    assert await system.kill("second", signal.SIGTERM) == 0
+    assert await active(system) == 0, "handed back"
+
+
+async def test_W1_a_placement_that_slept_past_its_lease_ends_and_changes_nothing(system: System) -> None:
+    """W1, E13: the other judges by its own clock; what the sleeper had in mind is not written over the other's."""
+    await system.start("placement", "second")
+    await system.submit("a")
+    await system.until(lambda: system.of(JobReady, "a"))
+    sleeper = system.processes.pop("placement")
+    sleeper.send_signal(signal.SIGSTOP)
+    try:
+        await system.bus.publish(JobFinished(tenant="default", job="a", submission="s-a"))
+        await system.until(lambda: system.of(JobEnded, "a"), within_s=60)
+    finally:
+        sleeper.send_signal(signal.SIGCONT)
+    async with asyncio.timeout(15):
+        assert await sleeper.wait() == 1
+    assert "another replica has taken over" in (system.home / "placement.log").read_text()
+    record = await system.bus.store.jobs.get("default.a")
+    assert record is not None
+    assert record.value.phase is JobPhase.FINISHED
