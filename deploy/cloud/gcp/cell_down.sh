@@ -5,7 +5,7 @@
 
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-# shellcheck source=common.sh
+# shellcheck source-path=SCRIPTDIR source=common.sh
 source "$here/common.sh"
 parse "$@"
 

@@ -34,6 +34,7 @@ parse() {
     echo "$(basename "$0"): no project: give --project ID or set PROJECT" >&2
     exit 2
   fi
+  # shellcheck disable=SC2034 # by the scripts that source this
   GC=(gcloud --project "$PROJECT" --quiet)
   REGISTRY=${REGISTRY:-$REGION-docker.pkg.dev/$PROJECT/$CELL}
 }

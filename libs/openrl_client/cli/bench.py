@@ -92,6 +92,20 @@ def workers(store: Path | None, as_json: bool, warm_start: str) -> None:
     _show(run_async(measure(store, warm_start=warm_start, progress=_progress)), as_json)
 
 
+@bench.command()
+@click.option("--nodes", "num_nodes", type=WholeNumber(1), default="1000", show_default=True, help="Fake nodes.")
+@click.option("--workers", "num_workers", type=WholeNumber(4), default="2000", show_default=True, help="Half join.")
+@STORE
+@JSON
+def kube(store: Path | None, as_json: bool, num_nodes: int, num_workers: int) -> None:
+    """The Kubernetes backend on a control plane of KUBEBUILDER_ASSETS, beside plain pods with a claim each."""
+    try:
+        from openrl_client.bench.kube import Plan, measure
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error}: pip install 'openrl[kubernetes]'") from error
+    _show(run_async(measure(Plan(num_nodes, num_workers, store), progress=_progress)), as_json)
+
+
 def _progress(line: str) -> None:
     click.echo(line, err=True)
 

@@ -18,6 +18,7 @@ from urllib.parse import urlencode
 import aiohttp
 import msgspec
 from kubernetes.aio import client, config
+from prometheus_client import Gauge
 
 from openrl_common.errors import Conflict, Rejected, Transient, Unreachable
 
@@ -65,6 +66,7 @@ class KubeApi:
         self._api = api
         self.namespace = namespace
         self.requests: Counter[str] = Counter()
+        self.count: Gauge | None = None
 
     @classmethod
     async def connect(cls, *, kubeconfig: Path | None, namespace: str) -> KubeApi:
@@ -155,6 +157,8 @@ class KubeApi:
         )
         resource = parts[at] if at else parts[4] if parts[1] == "apis" and len(parts) > 4 else parts[-1]
         self.requests[f"{method} {resource}"] += 1
+        if self.count is not None:
+            self.count.labels(f"{method} {resource}").set(self.requests[f"{method} {resource}"])
 
 
 def _error(status: int, what: str, data: bytes) -> Exception:

@@ -20,10 +20,13 @@ async def body(context: ServiceContext, settings: KubernetesSettings) -> None:
     gauges = {
         "openrl_launcher_workers": ("Worker pods", lambda: launcher.workers.running),
         "openrl_launcher_active": ("Whether this replica has the duty", lambda: float(launcher.duty.held)),
-        "openrl_launcher_api_requests": ("Requests to the Kubernetes API", lambda: sum(api.requests.values())),
+        "openrl_launcher_api_requests": ("Requests to the Kubernetes API", lambda: float(sum(api.requests.values()))),
     }
     for name, (what, read) in gauges.items():
         Gauge(name, what, registry=context.registry).set_function(read)
+    api.count = Gauge(
+        "openrl_launcher_api_requests_by", "The same by verb and resource", ["request"], registry=context.registry
+    )
     running = asyncio.create_task(launcher.run(), name="cluster launcher")
     stopping = asyncio.create_task(context.stopping.wait())
     try:
