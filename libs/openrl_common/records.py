@@ -193,6 +193,7 @@ class WorkloadRecord(Record, frozen=True, kw_only=True):
         attempt: counts SeatRequested, so that each has its own deterministic message id.
         assignment/claim/node: the booking last heard of; the ledger is the truth.
         waits: last 32 waits, the standing one last.
+        update_method, update_chunk_bytes: how its sampler replaces full weights (M3): what room was counted for.
         estimate: every figure of the estimator in GiB, for ``explain``.
     """
 
@@ -223,6 +224,8 @@ class WorkloadRecord(Record, frozen=True, kw_only=True):
     node: str = ""
     waits: tuple[Wait, ...] = ()
     avoid: tuple[Avoid, ...] = ()
+    update_method: str = "streamed"
+    update_chunk_bytes: int = 256 << 20
     estimate: dict[str, float] = {}
     idle_since: float | None = None
     """A LoRA runtime without jobs, since when (P12)."""

@@ -349,6 +349,19 @@ DEVICES = setting(
     default="",
     help="Declare devices on a machine without GPUs, for example 6x79.65GiB,2x22.5GiB. Empty: ask NVML.",
 )
+UPDATE_METHOD = setting(
+    "--update-method",
+    type=click.Choice(["streamed", "reload"]),
+    default="streamed",
+    help="How samplers replace full weights, fixed when a job is placed (its room is counted). streamed: slice by "
+    "slice, the chunk beside them; reload: the engine's own loader, which stages whole tensors.",
+)
+UPDATE_CHUNK_BYTES = setting(
+    "--update-chunk-bytes",
+    type=BYTES,
+    default="256MiB",
+    help="Memory that a streamed update takes beside the weights at most.",
+)
 HOST_MEMORY_BYTES = setting(
     "--host-memory",
     name="host_memory_bytes",

@@ -253,6 +253,8 @@ class World:
             trainer_device_base_bytes=GIB,
             sampler_device_base_bytes=GIB,
             sampler_cache_tokens=1024,
+            update_method="streamed",
+            update_chunk_bytes=GIB // 4,
             update_staging_factor=1.0,
             scalable_shapes=(),
             pass_every_s=4.0,

@@ -34,7 +34,8 @@ UPDATE_STAGING_FACTOR = settings.setting(
     "--update-staging-factor",
     type=click.FloatRange(min=0, max=100),
     default="2.5",
-    help="Room for a weight update in an FFT sampler, in sizes of the model's largest tensor (1 GiB comes on top).",
+    help="With --update-method reload: room for a weight update in an FFT sampler, in sizes of the model's largest "
+    "tensor (1 GiB comes on top).",
 )
 SCALABLE_SHAPES = settings.setting(
     "--scalable-shapes",
@@ -67,6 +68,8 @@ PASS_EVERY_S = settings.setting(
     TRAINER_DEVICE_BASE_BYTES,
     SAMPLER_DEVICE_BASE_BYTES,
     SAMPLER_CACHE_TOKENS,
+    settings.UPDATE_METHOD,
+    settings.UPDATE_CHUNK_BYTES,
     UPDATE_STAGING_FACTOR,
     SCALABLE_SHAPES,
     PASS_EVERY_S,

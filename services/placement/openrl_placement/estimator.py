@@ -35,7 +35,8 @@ class Constants:
     """The constants of M2. The host rows are settings (P6): 20 and 24 GiB are more than a small host has.
 
     Attributes:
-        staging_factor: M3: 2.5 for an engine that stages a dense tensor whole before it copies it.
+        update_method: M3: ``streamed`` needs its chunk and ``update_room_gib`` beside the weights, ``reload`` needs
+            ``staging_factor`` times the largest tensor, because it stages that whole before it copies it.
         kv_tokens: tokens that the sampler's cache holds.
     """
 
@@ -43,6 +44,8 @@ class Constants:
     sampler_device_gib: float = 0.5
     lora_slots_gib: float = 1.0
     update_room_gib: float = 1.0
+    update_method: str = "streamed"
+    update_chunk_gib: float = 0.25
     staging_factor: float = 2.5
     kv_tokens: int = 65_536
     trainer_host_gib: float = 20.0
@@ -282,7 +285,10 @@ def _sampler_figures(spec: JobSpec, model: Model, constants: Constants) -> dict[
         figures["lora_slots"] = constants.lora_slots_gib + 0.25 * parameters_gib
     else:
         largest_gib = width * model.largest_tensor_elements / GIB
-        figures["update_room"] = constants.staging_factor * largest_gib + constants.update_room_gib
+        streamed = constants.update_method == "streamed"
+        chunk_gib = min(constants.update_chunk_gib, largest_gib)
+        staged_gib = chunk_gib if streamed else constants.staging_factor * largest_gib
+        figures["update_room"] = staged_gib + constants.update_room_gib
     return figures
 
 

@@ -298,6 +298,8 @@ def _workload(
         seed=spec.seed,
         max_rank=max_rank(spec),
         max_model_len=spec.max_model_len,
+        update_method=state.policy.update_method,
+        update_chunk_bytes=state.policy.update_chunk_bytes,
         priority=spec.priority,
         deadline=submission.published_at + timeout_s if timeout_s else None,
         estimate=figures,

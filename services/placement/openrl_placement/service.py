@@ -88,6 +88,8 @@ class PlacementSettings(ServiceSettings):
     trainer_device_base_bytes: int
     sampler_device_base_bytes: int
     sampler_cache_tokens: int
+    update_method: str
+    update_chunk_bytes: int
     update_staging_factor: float
     scalable_shapes: tuple[tuple[int, int], ...]
     pass_every_s: float
@@ -235,6 +237,8 @@ class Placement:
             lora_idle_s=config.lora_idle_s,
             wedge_grace_s=config.wedge_grace_s,
             logs_directory=str(config.home / "logs"),
+            update_method=config.update_method,
+            update_chunk_bytes=config.update_chunk_bytes,
         )
         self.state = State(fleet, policy)
         self._outbox = _Outbox(bus, self.state, duty)
@@ -423,6 +427,8 @@ def constants_of(config: PlacementSettings) -> Constants:
     return Constants(
         trainer_device_gib=config.trainer_device_base_bytes / gib,
         sampler_device_gib=config.sampler_device_base_bytes / gib,
+        update_method=config.update_method,
+        update_chunk_gib=config.update_chunk_bytes / gib,
         staging_factor=config.update_staging_factor,
         kv_tokens=config.sampler_cache_tokens,
         trainer_host_gib=config.trainer_host_base_bytes / gib,

@@ -53,6 +53,8 @@ class Policy:
     lora_jobs_per_runtime: int = 8
     lora_idle_s: float = 600.0
     keep_ended_s: float = 7 * 86_400.0
+    update_method: str = "streamed"
+    update_chunk_bytes: int = 256 << 20
     wedge_grace_s: float = 300.0
     logs_directory: str = "logs"
 

@@ -48,19 +48,6 @@ SAMPLER_SETTINGS = (
         help="vLLM: LoRA adapters that one batch may mix; device memory is taken for each.",
     ),
     settings.setting(
-        "--update-method",
-        type=click.Choice(["auto", "streamed", "reload"]),
-        default="auto",
-        help="vLLM: how full weights are replaced. streamed: slice by slice, at most the chunk beside them;"
-        " reload: vLLM's own loader; auto: streamed where the model allows.",
-    ),
-    settings.setting(
-        "--update-chunk-bytes",
-        type=settings.BYTES,
-        default="256MiB",
-        help="Memory that a streamed update takes at most.",
-    ),
-    settings.setting(
         "--weight-update-headroom-gib",
         name="update_headroom_gib",
         type=click.FloatRange(min=0.0),

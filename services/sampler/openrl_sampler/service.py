@@ -70,8 +70,6 @@ class SamplerSettings(WorkerSettings):
     prefill_tokens: int
     max_adapters: int
     adapter_slots: int
-    update_method: str
-    update_chunk_bytes: int
     update_headroom_gib: float
     vllm_memory_share: float
     vllm_capture_sizes: str
@@ -189,8 +187,8 @@ class Sampler:
             prefill_tokens=self._config.prefill_tokens,
             max_adapters=self._config.max_adapters,
             adapter_slots=self._config.adapter_slots,
-            update_method=self._config.update_method,
-            update_chunk_bytes=self._config.update_chunk_bytes,
+            update_method=self._context.workload.update_method,
+            update_chunk_bytes=self._context.workload.update_chunk_bytes,
             update_headroom_gib=self._config.update_headroom_gib,
             vllm_memory_share=self._config.vllm_memory_share,
             vllm_capture_sizes=self._config.vllm_capture_sizes,

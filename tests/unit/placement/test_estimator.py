@@ -50,11 +50,14 @@ def test_M4_qwen3_8b_fft_sampler_needs_25_7_gib_without_update_room() -> None:
     assert found["device"] - found["device_update_room"] == pytest.approx(25.7, abs=0.05)
 
 
-def test_M3_M4_gemma_e2b_leaves_the_24_gib_card_once_update_room_is_counted() -> None:
-    found = figures(GEMMA_E2B, Role.SAMPLER)
+def test_M3_M4_gemma_e2b_leaves_the_24_gib_card_once_a_staged_update_is_counted_and_stays_with_a_streamed_one() -> None:
+    _, found = estimate(spec(), Role.SAMPLER, GEMMA_E2B, Constants(update_method="reload"))
     assert found["device"] - found["device_update_room"] == pytest.approx(11.7, abs=0.05)
     assert found["device"] == pytest.approx(23.6, abs=0.05)
     assert found["device"] > 22.5
+    streamed = figures(GEMMA_E2B, Role.SAMPLER)
+    assert streamed["device_update_room"] == 1.25, "its chunk and 1 GiB (V7)"
+    assert streamed["device"] < 22.5
 
 
 def test_M2_fft_trainer_is_eight_bytes_a_parameter_and_its_host_fourteen() -> None:
