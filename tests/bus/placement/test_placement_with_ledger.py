@@ -403,3 +403,21 @@ async def test_W1_a_placement_that_slept_past_its_lease_ends_and_changes_nothing
     record = await system.bus.store.jobs.get("default.a")
     assert record is not None
     assert record.value.phase is JobPhase.FINISHED
+
+
+async def test_E10_the_ledger_writes_one_key_at_a_time(system: System) -> None:
+    """E10, L1: no atomic batch in any revision of its bucket, and no message that changes two keys."""
+    await system.submit("a")
+    await system.until(lambda: system.of(JobReady, "a"))
+    await system.bus.publish(JobFinished(tenant="default", job="a", submission="s-a"))
+    await system.until(lambda: system.of(JobEnded, "a"))
+    keys = set()
+    async with asyncio.timeout(10):
+        tail = system.bus.tail(stream="KV_openrl_ledger", subject="$KV.openrl_ledger.>")
+        async for delivery in tail:
+            assert not any(name.lower().startswith("nats-batch") for name in delivery.headers)
+            keys.add(delivery.subject.split(".")[2])
+            if delivery.message.delivered.pending == 0:
+                break
+        await tail.aclose()
+    assert {"seat", "claim", "node"} <= keys

@@ -97,6 +97,15 @@ def test_P3_what_may_not_be_joined_is_no_candidate_and_says_why(claim: ClaimReco
     assert said in it.refusal("c", wanting())
 
 
+def test_P5_device_memory_is_not_summed_over_seats_that_take_turns() -> None:
+    """P5, T2: 60 of 80 GiB are taken by one seat, and another of 60 GiB may join: each fits alone."""
+    it = fleet()
+    it.set_claim("c", allocated({"a": entry("w", gib=60)}))
+    assert it.candidates(wanting(60)) == ["c"]
+    assert it.refusal("c", wanting(60)) == ""
+    assert "needs 81 GiB" in it.refusal("c", wanting(81))
+
+
 def test_P3_P7_an_exclusive_or_multi_device_workload_joins_nothing() -> None:
     it = fleet()
     it.set_claim("c", allocated({"a": entry("w")}))
