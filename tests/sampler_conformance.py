@@ -18,11 +18,12 @@ import pytest
 import torch
 import transformers
 from peft import PeftModel
-from sampler_support import quiet_peft
+from sampler_support import quiet_peft, save_delta_version
 
 from openrl_common.errors import Rejected
 from openrl_common.records import JobKind
 from openrl_common.wire import SamplingParams
+from openrl_sampler import streamed
 from openrl_sampler.engine import GenerateCall, Generated
 from openrl_sampler.weights_keeper import apply as apply_record
 
@@ -329,6 +330,104 @@ def test_v5_every_token_says_the_version_that_made_it(
     longest = max(ended.sequences[0], key=lambda one: len(one.tokens))
     assert longest.versions == [0] * 5 + [4] * (len(longest.tokens) - 5)
     assert all(one.versions == longest.versions[: len(one.tokens)] for one in ended.sequences[0])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_v8_a_delta_on_its_parent_equals_the_whole_version(
+    tied: bool, new_engine: Callable[..., Any], save_tiny_model: Callable[..., Path], save_full: Callable[..., Any],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """V7, V8: one after another, and over versions that were skipped, from the baseline."""
+    base = save_tiny_model(tmp_path / "base", tied=tied)
+    engine, late = new_engine(base), new_engine(base)
+    records = [save_full(1, tied=tied)]
+    apply(engine, records[0])
+    asked = {"n": 2, "max_tokens": 10, "seed": 4, "prompt_logprobs": True}
+    for version in (2, 3, 5):
+        records.append(save_delta_version(tmp_path, records[-1], version))
+        applied = apply(engine, records[-1])
+        assert 0.05 < applied.touched_share < 0.2
+        assert engine.version(JOB) == version
+        directory = Path(records[-1].manifest).parent
+        whole = run(new_engine(directory.with_name(f"{directory.name}-whole")), PROMPTS, **asked)
+        delta = run(engine, PROMPTS, **asked)
+        assert delta.prompt_logprobs == whole.prompt_logprobs
+        assert tokens_of(delta) == tokens_of(whole)
+    assert apply(late, records[-1]).touched_share > 1.0
+    assert run(late, PROMPTS, **asked).prompt_logprobs == delta.prompt_logprobs
+    apply(engine, records[-2])
+    assert apply(engine, records[-1]).touched_share < 0.2, "the parent is resident again"
+    assert run(engine, PROMPTS, **asked).prompt_logprobs == delta.prompt_logprobs
+
+
+def test_v8_a_delta_that_cannot_be_applied_leaves_the_one_before(
+    new_engine: Callable[..., Any], save_full: Callable[..., Any], tmp_path: Path
+) -> None:
+    """V8: a parent of another digest, one that is gone, positions outside a tensor, a changed file."""
+    engine = new_engine()
+    first = save_full(1)
+    apply(engine, first)
+    asked = {"max_tokens": 8, "temperature": 0.0}
+    expected = run(engine, PROMPTS, **asked).sequences
+
+    def refuse(record: Any, code: str) -> None:
+        with pytest.raises(Rejected) as caught:
+            apply(engine, record)
+        assert caught.value.code == code
+        assert engine.version(JOB) == 1
+        assert run(engine, PROMPTS, **asked).sequences == expected
+
+    refuse(save_delta_version(tmp_path, msgspec.structs.replace(first, digest="0" * 64), 2), "weights-parent")
+    second = save_delta_version(tmp_path, first, 3)
+    third = save_delta_version(tmp_path, second, 4)
+    second_directory = Path(second.manifest).parent
+    second_directory.rename(tmp_path / "gone")
+    refuse(third, "weights-parent")
+    (tmp_path / "gone").rename(second_directory)
+    body = bytearray((second_directory / "delta.safetensors").read_bytes())
+    body[-1] ^= 1
+    (second_directory / "delta.safetensors").write_bytes(bytes(body))
+    refuse(third, "weights-digest")
+    refuse(save_delta_version(tmp_path, first, 5, outside=True), "weights-shape")
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_v8_an_update_that_breaks_off_at_any_read_never_serves_a_mix(
+    delta: bool, new_engine: Callable[..., Any], save_full: Callable[..., Any], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """V8: whatever was written by then is undone, bit for bit, and the same version is applied when it can be read."""
+    engine = new_engine()
+    first = save_full(1)
+    second = save_delta_version(tmp_path, first, 2) if delta else save_full(2)
+    asked = {"max_tokens": 6, "seed": 3, "prompt_logprobs": True}
+    apply(engine, second)
+    wanted = run(engine, PROMPTS, **asked)
+    apply(engine, first)
+    expected = run(engine, PROMPTS, **asked)
+    real, reads = streamed._read, [0]
+
+    def counted(*arguments: Any) -> None:
+        reads[0] -= 1
+        if reads[0] == 0:
+            raise OSError("the share went away")
+        real(*arguments)
+
+    monkeypatch.setattr(streamed, "_read", counted)
+    apply(engine, second)
+    apply(engine, first)
+    num_reads = (-reads[0]) // 2
+    assert num_reads > 10
+    for fatal in (1, 2, num_reads // 2, num_reads - 1):
+        reads[0] = fatal
+        with pytest.raises(Rejected, match="the share went away") as caught:
+            apply(engine, second)
+        assert caught.value.code == "weights-torn"
+        assert engine.version(JOB) == 1
+        again = run(engine, PROMPTS, **asked)
+        assert (again.sequences, again.prompt_logprobs) == (expected.sequences, expected.prompt_logprobs)
+    apply(engine, second)
+    assert run(engine, PROMPTS, **asked).prompt_logprobs == wanted.prompt_logprobs
 
 
 def test_v10_an_exact_call_pins_its_version_until_it_ends(new_engine: Callable[..., Any]) -> None:

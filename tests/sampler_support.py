@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
+from openrl_common.deltas import DELTA_FILE, INDEX, VALUE
 from openrl_common.records import LoraSpec, WeightsRecord
 from openrl_common.weights import (
     MANIFEST,
@@ -57,7 +60,9 @@ def save_model(path: Path, *, tied: bool = True, seed: int = 1, fill: float | No
     return path
 
 
-def _record(directory: Path, *, weights_format: str, job: str, version: int, incarnation: int) -> WeightsRecord:
+def _record(
+    directory: Path, *, weights_format: str, job: str, version: int, incarnation: int, **delta: Any
+) -> WeightsRecord:
     files = {
         path.name: FileInfo(sha256=hash_file(path), bytes=path.stat().st_size) for path in sorted(directory.iterdir())
     }
@@ -65,9 +70,10 @@ def _record(directory: Path, *, weights_format: str, job: str, version: int, inc
         tensor for name in files if name.endswith(".safetensors") for tensor in read_tensor_infos(directory / name)
     )
     manifest = WeightsManifest(
-        format=weights_format, tenant="t", job=job, incarnation=incarnation, version=version, parent=version - 1,
-        files=files, tensors=tensors, largest_tensor_bytes=max(tensor.bytes for tensor in tensors),
+        format=weights_format, tenant="t", job=job, incarnation=incarnation, version=version, files=files,
+        tensors=tensors, largest_tensor_bytes=max(tensor.bytes for tensor in tensors),
         total_bytes=sum(tensor.bytes for tensor in tensors), lora=LoraSpec() if weights_format == "lora" else None,
+        **({"parent": version - 1} | delta),
     )  # fmt: skip
     body = encode_manifest(manifest)
     (directory / MANIFEST).write_bytes(body)
@@ -99,3 +105,35 @@ def save_lora_version(
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     model.save_pretrained(str(directory))
     return _record(directory, weights_format="lora", job=job, version=version, incarnation=incarnation)
+
+
+def save_delta_version(
+    home: Path, parent: WeightsRecord, version: int, *, share: float = 0.1, outside: bool = False
+) -> WeightsRecord:
+    """What changed since ``parent``, a whole version or a delta: some elements of every tensor, all of the small ones.
+
+    The whole version that it stands for lies beside it under ``v<version>-whole``.
+    """
+    directory = version_directory(home, "t", parent.job, parent.incarnation, version)
+    before = Path(parent.manifest).parent
+    before = before if (before / "model.safetensors").is_file() else before.with_name(f"{before.name}-whole")
+    tensors, changed = load_file(before / "model.safetensors"), {}
+    generator = torch.Generator().manual_seed(version)
+    for name, tensor in sorted(tensors.items()):
+        flat = tensor.reshape(-1)
+        index = (torch.rand(flat.shape, generator=generator) < share).nonzero().reshape(-1)
+        flat[index] = torch.randn(index.shape, generator=generator).to(flat.dtype) * 0.4
+        if tensor.dim() < 2:
+            changed[name] = tensor
+        else:
+            changed |= {name + INDEX: index.to(torch.int32), name + VALUE: flat[index]}
+            changed[name + INDEX][-1] += tensor.numel() if outside else 0
+    whole = directory.with_name(f"{directory.name}-whole")
+    shutil.copytree(before, whole, ignore=shutil.ignore_patterns(MANIFEST))
+    save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
+    directory.mkdir(parents=True)
+    save_file(changed, directory / DELTA_FILE)
+    return _record(
+        directory, weights_format="delta", job=parent.job, version=version, incarnation=parent.incarnation,
+        parent=parent.version, parent_digest=parent.digest, baseline=0,
+    )  # fmt: skip

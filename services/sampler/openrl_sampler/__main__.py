@@ -73,6 +73,18 @@ SAMPLER_SETTINGS = (
         default="auto",
         help="vLLM: torch.compile and device graphs; auto = on GPUs.",
     ),
+    settings.setting(
+        "--vllm-cache-dir",
+        name="vllm_cache_directory",
+        type=settings.Directory(),
+        help="vLLM: directory on a shared volume that keeps compiled code for every node.",
+    ),
+    settings.setting(
+        "--vllm-cache-hostpath",
+        type=settings.Directory(),
+        help="vLLM: directory of this node that compiled code is written to; the same path on every node."
+        " Default: a temporary one beside a shared directory, else <home>/cache/vllm.",
+    ),
 )
 
 

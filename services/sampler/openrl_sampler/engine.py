@@ -63,21 +63,28 @@ class Generated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """What one weight update cost: seconds, and the extra memory at its peak, bytes."""
+    """What one weight update cost: seconds, and the extra memory at its peak, bytes.
+
+    ``touched_share``: of the parameters' elements, how many were written. Near nothing where the trainer changed
+    several percent means that names were skipped (V7).
+    """
 
     seconds: float
     peak_extra_bytes: int
+    touched_share: float = 1.0
 
 
 class Engine(Protocol):
     """See the module docstring.
 
+    ``load_parts``: seconds of what ``load`` did besides reading (``compile``), for the ready record (V3).
     ``can_park``: whether the device can be left and entered again (T5); False: nobody may be seated beside it (P7).
     Between ``park`` and ``resume_cache`` calls may be checked, versions asked for, nothing else.
     """
 
     name: str
     can_park: bool
+    load_parts: dict[str, float]
     max_model_len: int
     vocabulary_size: int
 
@@ -120,7 +127,10 @@ class Engine(Protocol):
         """Whether running calls insist on the present version, so that a full update must wait for them."""
 
     def apply_full(self, job: str, record: WeightsRecord, manifest: WeightsManifest, directory: Path) -> Applied:
-        """Replace every parameter in place. Raises Rejected (the old version serves on) or Bug (it cannot)."""
+        """Bring the parameters to a full or delta version, in place.
+
+        Raises Rejected (the old version serves on) or Bug (it cannot).
+        """
 
     def apply_lora(self, job: str, record: WeightsRecord, manifest: WeightsManifest, directory: Path) -> Applied:
         """Load the adapter version beside the old one, then serve it. Raises Rejected (the old one serves on)."""

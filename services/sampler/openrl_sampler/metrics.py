@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from openrl_common.wire import SampleResult
+from openrl_sampler.engine import Applied
 
 
 class Metrics:
@@ -25,6 +26,24 @@ class Metrics:
         self.update_seconds = Histogram(
             "openrl_sampler_weight_update_seconds", "Verifying and applying one version.", registry=registry
         )
+
+        self.touched_share = Gauge(
+            "openrl_sampler_weight_touched_share",
+            "Share of the parameters' elements that the last update wrote: 1 for a whole version, a few percent for a"
+            " delta; near 0 where the trainer changed several percent means that names were skipped.",
+            registry=registry,
+        )
+        self.peak_extra_bytes = Gauge(
+            "openrl_sampler_weight_peak_extra_bytes",
+            "Memory that the last update took beside the weights.",
+            registry=registry,
+        )
+
+    def count_update(self, applied: Applied) -> None:
+        self.updates.labels("applied").inc()
+        self.update_seconds.observe(applied.seconds)
+        self.touched_share.set(applied.touched_share)
+        self.peak_extra_bytes.set(applied.peak_extra_bytes)
 
     def count(self, result: SampleResult) -> None:
         self.requests.labels(result.error.code if result.error else "ok").inc()

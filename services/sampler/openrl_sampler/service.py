@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -32,9 +33,10 @@ from openrl_common.bus import Delivery
 from openrl_common.errors import Poison, Rejected, Transient
 from openrl_common.names import sample_subject
 from openrl_common.nats_server import MAX_PAYLOAD_BYTES
-from openrl_common.records import Phase
+from openrl_common.records import JobKind, Phase
 from openrl_common.service import until_stopped
 from openrl_common.turns import Moved, TurnStopped
+from openrl_common.weights import WEIGHTS_FORMATS
 from openrl_common.wire import SAMPLE_DECODER, ErrorInfo, SampleRequest, SampleResult, SamplingParams
 from openrl_common.worker import WorkerContext, WorkerSettings
 from openrl_sampler.admission import Limits, check_request
@@ -74,6 +76,8 @@ class SamplerSettings(WorkerSettings):
     vllm_memory_share: float
     vllm_capture_sizes: str
     vllm_compile: str
+    vllm_cache_directory: Path | None
+    vllm_cache_hostpath: Path | None
 
 
 class _Envelope(msgspec.Struct, frozen=True):
@@ -137,7 +141,7 @@ class Sampler:
         """Engine up, newest weights applied, ready record written. Phases: imports, load, engine, weights."""
         context = self._context
         with context.stamp("imports"):
-            await self._in_thread(lambda: import_engine(context.workload))
+            await self._in_thread(lambda: import_engine(context.workload, self._engine_settings()))
         async with context.turn():
             await self._load()
         if self._engine.can_park:
@@ -156,6 +160,7 @@ class Sampler:
                 "engine": self._engine.name,
                 "can_park": str(self._engine.can_park).lower(),
                 "max_model_len": str(self._engine.max_model_len),
+                WEIGHTS_FORMATS: "full,delta" if context.workload.kind is JobKind.FFT else "lora",
             }
         )
 
@@ -164,6 +169,8 @@ class Sampler:
         with context.stamp("load", context.workload.base_model):
             self._engine = await self._in_thread(lambda: make_engine(context.workload, self._engine_settings()))
             await self._in_thread(self._engine.load)
+        for part, seconds in self._engine.load_parts.items():
+            context.phases.append(Phase(name=part, started_at=time.time() - seconds, seconds=seconds))
         self._weights = WeightsKeeper(context, self._engine, self._in_thread, self._wake, self._metrics)
         with context.stamp("engine", self._engine.name):
             await self._in_thread(lambda: _warm_up(self._engine))
@@ -193,6 +200,9 @@ class Sampler:
             vllm_memory_share=self._config.vllm_memory_share,
             vllm_capture_sizes=self._config.vllm_capture_sizes,
             vllm_compile=self._config.vllm_compile,
+            vllm_cache_directory=self._config.vllm_cache_directory,
+            vllm_cache_hostpath=self._config.vllm_cache_hostpath,
+            home=self._context.home,
         )
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

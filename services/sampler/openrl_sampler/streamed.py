@@ -30,7 +30,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from openrl_common.tensors import TensorHeader
+from openrl_common.deltas import DELTA_FILE, INDEX, VALUE
+from openrl_common.tensors import TensorHeader, read_header
+from openrl_sampler.weights_layers import Layer, TensorShape, changed_names
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -38,8 +40,6 @@ DTYPES = {
 }  # fmt: skip
 _READ_BYTES = 8 << 20
 """Slices that go through the buffer are at most this long on a host: it stays in the processor's cache."""
-TensorShape = tuple[str, tuple[int, ...]]
-"""Type in safetensors words, and shape."""
 Look = Callable[[], None]
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
@@ -153,52 +153,125 @@ class Source:
     header: TensorHeader
 
 
-@contextmanager
-def open_sources(directory: Path, tensors: dict[str, tuple[str, TensorHeader]]) -> Iterator[dict[str, Source]]:
-    """Open the files of ``tensors`` (name → (file name, header)). Raises OSError."""
-    with ExitStack() as stack:
-        files: dict[str, int] = {}
-        for file, _ in tensors.values():
-            if file not in files:
-                files[file] = os.open(directory / file, os.O_RDONLY)
-                stack.callback(os.close, files[file])
-        yield {name: Source(files[file], header) for name, (file, header) in tensors.items()}
+def write(plan: Plan, layers: Iterable[Layer], *, chunk_bytes: int, look: Look) -> int:
+    """Copy every slice of every layer, in order; returns the elements written.
 
-
-def write(plan: Plan, sources: dict[str, Source], *, chunk_bytes: int, look: Look) -> None:
-    """Copy every slice. ``look`` is called while the buffer is in use, for the peak of the memory.
-
-    An exception in here leaves a mix of two versions: the caller must not serve it (V8).
+    ``look`` is called while a buffer is in use, for the peak of the memory. An exception in here leaves a mix of two
+    versions: the caller must not serve it (V8).
     """
     buffer = _Buffer(chunk_bytes)
     with torch.no_grad():
-        for copy in plan.copies:
-            source = sources[copy.name]
-            for target, offset in _slices(copy, source, buffer.limit(copy.target)):
-                buffer.move(target, source, copy.stride, offset)
-                look()
+        written = [(_write_delta if layer.delta else _write_whole)(plan, layer, buffer, look) for layer in layers]
     if buffer.pinned:
         torch.cuda.synchronize()
+    return sum(written)
 
 
-def _slices(copy: Copy, source: Source, limit_bytes: int) -> Iterator[tuple[Tensor, int]]:
-    """Parts of the target and their offsets in the tensor, cut along the dimension that jumps furthest in the file."""
+def _write_whole(plan: Plan, layer: Layer, buffer: _Buffer, look: Look) -> int:
+    directory = Path(layer.directory)
+    headers = {file: read_header(directory / file) for file in set(layer.files.values())}
+    with _opened(directory, headers) as files:
+        for copy in plan.copies:
+            file = layer.files[copy.name]
+            _write_copy(copy, Source(files[file], headers[file][copy.name]), buffer, look)
+    return plan.num_elements
+
+
+def _write_delta(plan: Plan, layer: Layer, buffer: _Buffer, look: Look) -> int:
+    """Whole tensors as above; positions and values piece by piece, through whatever slices of the tensor are
+    resident."""
+    directory, written = Path(layer.directory), 0
+    header = read_header(directory / DELTA_FILE)
+    copies: dict[str, list[Copy]] = {}
+    for copy in plan.copies:
+        copies.setdefault(copy.name, []).append(copy)
+    with _opened(directory, [DELTA_FILE]) as files:
+        for name in changed_names(header):
+            for copy in copies.get(name, ()):
+                if name in header:
+                    _write_copy(copy, Source(files[DELTA_FILE], header[name]), buffer, look)
+                    written += copy.target.numel()
+                else:
+                    sparse = [Source(files[DELTA_FILE], header[name + suffix]) for suffix in (INDEX, VALUE)]
+                    written += _scatter(copy, sparse[0], sparse[1], buffer, look)
+    return written
+
+
+@contextmanager
+def _opened(directory: Path, names: Iterable[str]) -> Iterator[dict[str, int]]:
+    """Raises OSError."""
+    with ExitStack() as stack:
+        files: dict[str, int] = {}
+        for name in names:
+            files[name] = os.open(directory / name, os.O_RDONLY)
+            stack.callback(os.close, files[name])
+        yield files
+
+
+def _write_copy(copy: Copy, source: Source, buffer: _Buffer, look: Look) -> None:
+    for part, stride, offset in _slices(copy, source, buffer.limit(copy.target)):
+        buffer.move(part, source, stride, offset)
+        look()
+
+
+_SCATTER_BYTES = 64
+"""Memory per position of a delta: the position itself, its coordinates, its place in the parameter, its value."""
+
+
+def _scatter(copy: Copy, index: Source, value: Source, buffer: _Buffer, look: Look) -> int:
+    """Write the values whose positions lie in this slice; returns how many those were."""
+    target, written = copy.target, 0
+    flat = target.as_strided((_span(target.shape, target.stride()),), (1,)) if target.numel() else target
+    most = max(1, buffer.limit(target) // _SCATTER_BYTES)
+    for first in range(0, index.header.num_elements, most):
+        count = min(most, index.header.num_elements - first)
+        positions = _tensor(index, first, count).to(torch.int64)
+        inside, place = _places(positions, copy)
+        values = _tensor(value, first, count)[inside].to(target.dtype)
+        flat[place.to(target.device)] = values.to(target.device)
+        written += int(place.numel())
+        look()
+    return written
+
+
+def _places(positions: Tensor, copy: Copy) -> tuple[Tensor, Tensor]:
+    """Which positions of the tensor lie in the slice, and where in the target's memory those are."""
+    rest = positions - copy.offset
+    inside = rest >= 0
+    place = torch.zeros_like(rest)
+    for dim in sorted(range(copy.target.dim()), key=lambda d: copy.stride[d], reverse=True):
+        step = max(1, copy.stride[dim])
+        coordinate = rest // step if copy.target.shape[dim] > 1 else torch.zeros_like(rest)
+        inside &= coordinate < copy.target.shape[dim]
+        place += coordinate * copy.target.stride(dim)
+        rest = rest - coordinate * step
+    inside &= rest == 0
+    return inside, place[inside]
+
+
+def _tensor(source: Source, first: int, count: int) -> Tensor:
+    dtype = DTYPES[source.header.dtype]
+    found = torch.empty(count, dtype=dtype)
+    _read(source, source.header.begin + first * dtype.itemsize, found.data_ptr(), count * dtype.itemsize)
+    return found
+
+
+def _slices(copy: Copy, source: Source, limit_bytes: int) -> Iterator[tuple[Tensor, tuple[int, ...], int]]:
+    """Parts of the target, their strides and offsets in the tensor, cut where the file is jumped through furthest."""
     target, size = copy.target, DTYPES[source.header.dtype].itemsize
     if target.dim() == 0 or target.numel() == 0:
-        yield target, copy.offset
+        yield target, copy.stride, copy.offset
         return
     dim = max(range(target.dim()), key=lambda d: copy.stride[d])
-    row = max(1, copy.stride[dim]) * size
-    rows = max(1, limit_bytes // row)
+    rows = max(1, limit_bytes // (max(1, copy.stride[dim]) * size))
     for first in range(0, target.shape[dim], rows):
         part = target.narrow(dim, first, min(rows, target.shape[dim] - first))
         offset = copy.offset + first * copy.stride[dim]
-        if part.shape[dim] == 1 and _span(part.shape, copy.stride) * size > limit_bytes:  # one row exceeds the chunk
-            yield from _slices(
-                Copy(part.select(dim, 0), copy.name, _without(copy.stride, dim), offset), source, limit_bytes
-            )
+        if part.shape[dim] == 1 and _span(part.shape, copy.stride) * size > limit_bytes and target.dim() > 1:
+            row = Copy(part.select(dim, 0), copy.name, _without(copy.stride, dim), offset)
+            yield from _slices(row, source, limit_bytes)
         else:
-            yield part, offset
+            yield part, copy.stride, offset
 
 
 def _without(values: tuple[int, ...], index: int) -> tuple[int, ...]:

@@ -24,17 +24,19 @@ from torch import Tensor
 from openrl_common.errors import Bug, Rejected
 from openrl_common.parking import Left, Parking
 from openrl_common.records import JobKind, WeightsRecord
-from openrl_common.weights import WeightsManifest, read_manifest
+from openrl_common.weights import WeightsManifest
 from openrl_common.wire import ErrorInfo, Sequence
 from openrl_sampler.adapter_shelf import Adapter, AdapterShelf
 from openrl_sampler.engine import Applied, GenerateCall, Generated
 from openrl_sampler.stopping import StopRule
+from openrl_sampler.streamed import Plan
 from openrl_sampler.torch_adapters import Adapters
 from openrl_sampler.torch_batch import Block, Forward, prefill
 from openrl_sampler.torch_model import ResidentModel, TorchOptions
 from openrl_sampler.torch_rows import Batch, Call, Pending, Row, generated, without_score_only
 from openrl_sampler.torch_sampling import Draws, Settings, choose
-from openrl_sampler.torch_weights import Meter, check_manifest, plan_full, write_full
+from openrl_sampler.torch_weights import Loaded, Meter, check_manifest, plan_update, write_update
+from openrl_sampler.weights_layers import Layer, Resident, layers_again, layers_of
 
 
 class TorchEngine:
@@ -45,12 +47,13 @@ class TorchEngine:
 
     def __init__(self, options: TorchOptions) -> None:
         self._options = options
+        self.load_parts: dict[str, float] = {}
         self.max_model_len = 0
         self.vocabulary_size = 0
         self._calls: dict[str, Call] = {}
         self._pending: deque[Pending] = deque()
         self._batches: dict[str, Batch] = {}
-        self._full: WeightsRecord | None = None
+        self._full = Resident(None, {})
         self._shelf = AdapterShelf(options.max_adapters)
         self._parking: Parking | None = None
 
@@ -146,7 +149,7 @@ class TorchEngine:
             logits, settings, torch.tensor(uniforms, dtype=torch.float64, device=self._device)[:, None]
         )
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            version = row.owner.version if row.owner.adapter or self._full is None else self._full.version
+            version = row.owner.version if row.owner.adapter else self._full_version
             if logprob != logprob:  # NaN
                 row.owner.error = ErrorInfo(
                     code="bad-weights",
@@ -265,9 +268,11 @@ class TorchEngine:
     # --- weights -------------------------------------------------------------------------------------------------
 
     def version(self, job: str) -> int:
-        if self._options.kind is JobKind.FFT:
-            return self._full.version if self._full else 0
-        return self._shelf.version(job)
+        return self._full_version if self._options.kind is JobKind.FFT else self._shelf.version(job)
+
+    @property
+    def _full_version(self) -> int:
+        return self._full.record.version if self._full.record else 0
 
     def serves(self, job: str, version: int) -> bool:
         return version == self.version(job) or (version == 0 and self._options.kind is JobKind.LORA)
@@ -278,28 +283,32 @@ class TorchEngine:
 
     def apply_full(self, job: str, record: WeightsRecord, manifest: WeightsManifest, directory: Path) -> Applied:
         meter = Meter(self._device)
-        check_manifest(record, manifest, directory, "full")
-        plan = plan_full(self._resident.model, manifest, directory)
+        layers, shapes = layers_of(record, manifest, directory, self._full)
+        planned = self._plan(layers)
         meter.look()
         try:
-            write_full(plan, directory, meter)
+            touched = self._write(planned, layers, meter)
         except Exception as error:
             self._rebuild(error)
             raise Rejected(
                 f"weights {directory} broke off while they were written: {error}", code="weights-torn"
             ) from error
-        self._full = record
-        return Applied(seconds=meter.seconds, peak_extra_bytes=meter.peak_extra_bytes)
+        self._full = Resident(record, shapes)
+        return Applied(seconds=meter.seconds, peak_extra_bytes=meter.peak_extra_bytes, touched_share=touched)
+
+    def _plan(self, layers: list[Layer]) -> Plan | Loaded:
+        return plan_update(self._resident.model, layers)
+
+    def _write(self, planned: Plan | Loaded, layers: list[Layer], meter: Meter) -> float:
+        return write_update(planned, layers, chunk_bytes=self._options.chunk_bytes, meter=meter)
 
     def _rebuild(self, cause: Exception) -> None:
         """After a write that broke off: the model from its files again, then the version that served before (V8)."""
         try:
             self.load()
-            if self._full is not None:
-                directory = Path(self._full.manifest).parent
-                manifest = read_manifest(self._full.manifest, self._full.digest)
-                check_manifest(self._full, manifest, directory, "full")
-                write_full(plan_full(self._resident.model, manifest, directory), directory, Meter(self._device))
+            if self._full.record is not None:
+                layers, _ = layers_again(self._full.record)
+                self._write(self._plan(layers), layers, Meter(self._device))
         except Exception as error:
             raise Bug(f"the engine cannot be rebuilt after a torn weight update ({cause}): {error}") from error
 

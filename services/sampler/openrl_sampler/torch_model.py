@@ -35,6 +35,7 @@ class TorchOptions:
     max_num_seqs: int = 256
     prefill_tokens: int = 8192
     max_adapters: int = 32
+    chunk_bytes: int = 256 << 20
 
 
 class ResidentModel:

@@ -1,21 +1,17 @@
 """Weight updates of the torch engine (V5, V7, V8). Needs torch.
 
-Full: every file is verified and every tensor matched to a parameter by name, shape and kind before the first write;
-then tensor by tensor into the resident parameters, from the mapped file, so the extra memory is about one tensor on a
-GPU and none on a CPU. The result is bit-identical to a fresh load. Tied parameters are one parameter with two names:
-it is written once.
+Full and delta: every file is verified and every tensor matched to a parameter by name, shape and kind before the first
+write; then slice by slice into the resident parameters (``streamed``), so the extra memory is at most the chunk. The
+result is bit-identical to a fresh load. Tied parameters are one parameter with two names: it is written once.
+Checkpoints whose tensors are named or cut otherwise than the parameters are loaded whole beside them, by transformers.
 
 LoRA adapters: ``torch_adapters``.
-
-Left out: deltas, slices of one tensor.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +21,8 @@ from torch import Tensor
 from openrl_common.errors import Rejected
 from openrl_common.records import WeightsRecord
 from openrl_common.weights import WeightsManifest, verify_files
+from openrl_sampler.streamed import Plan, make_plan, write
+from openrl_sampler.weights_layers import Layer, check_announced
 
 
 class Meter:
@@ -61,10 +59,7 @@ class Meter:
 
 def check_manifest(record: WeightsRecord, manifest: WeightsManifest, directory: Path, weights_format: str) -> None:
     """The manifest is of the version that was announced, and all its files are what it lists. Raises Rejected."""
-    announced = (record.tenant, record.job, record.incarnation, record.version)
-    held = (manifest.tenant, manifest.job, manifest.incarnation, manifest.version)
-    if announced != held:
-        raise Rejected(f"weights {directory} hold {held}, announced were {announced}", code="weights-manifest")
+    check_announced(record, manifest, directory)
     if manifest.format != weights_format:
         raise Rejected(
             f"weights {directory} have format {manifest.format!r}, this sampler takes {weights_format!r}",
@@ -73,56 +68,71 @@ def check_manifest(record: WeightsRecord, manifest: WeightsManifest, directory: 
     verify_files(manifest, directory)
 
 
-# --- full --------------------------------------------------------------------------------------------------------
+# --- full and delta ----------------------------------------------------------------------------------------------
+
+Loaded = list[tuple[Tensor, Tensor]]
+"""Parameters and buffers, each with its new value in memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
-    """One parameter or buffer and where its new value lies: a tensor of a file, or one already in memory."""
+def plan_update(model: Any, layers: list[Layer]) -> Plan | Loaded:
+    """Match every resident tensor with a new one. Reads headers only, where the names are the model's.
 
-    target: Tensor
-    name: str
-    file: str = ""
-    value: Tensor | None = None
-
-
-def plan_full(model: Any, manifest: WeightsManifest, directory: Path) -> list[Write]:
-    """Match every resident tensor with a new one. Reads headers only. Raises Rejected, naming what does not fit."""
-    held = {tensor.name: tensor for tensor in manifest.tensors}
-    names_of: dict[int, list[str]] = {}
+    Raises:
+        Rejected: naming what does not fit.
+    """
+    shapes, directory = layers[0].shapes, Path(layers[0].directory)
     resident = dict(_resident(model))
+    names_of: dict[int, list[str]] = {}
     for name, tensor in resident.items():
         names_of.setdefault(id(tensor), []).append(name)
-    if not all(any(name in held for name in names) for names in names_of.values()):
-        return _plan_by_loading(model, resident, directory)
-    unknown = sorted(held.keys() - resident.keys())
+    if not all(any(name in shapes for name in names) for names in names_of.values()):
+        if len(layers) > 1 or layers[0].delta:
+            raise Rejected(f"weights {directory} are named otherwise than the model: no delta", code="weights-shape")
+        return _load_beside(model, resident, directory)
+    unknown = sorted(shapes.keys() - resident.keys())
     if unknown:
         raise Rejected(f"weights {directory}: tensor {unknown[0]!r} is not in the model", code="weights-shape")
-    plan = []
-    for names in names_of.values():
-        source = held[next(name for name in names if name in held)]
-        target = resident[names[0]]
-        _check_shape(directory, source.name, source.shape, tuple(target.shape))
-        plan.append(Write(target=target, name=source.name, file=source.file))
-    return plan
+    chosen = {next(name for name in names if name in shapes) for names in names_of.values()}
+
+    def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            _check_shape(directory, name, tuple(tensor.shape), tuple(resident[name].shape))
+            if name in chosen:
+                resident[name].copy_(tensor)
+
+    return make_plan(load, shapes)
 
 
-def _plan_by_loading(model: Any, resident: dict[str, Tensor], directory: Path) -> list[Write]:
-    """Checkpoints whose tensors are named or cut otherwise than the parameters: transformers knows how to convert."""
+def write_update(planned: Plan | Loaded, layers: list[Layer], *, chunk_bytes: int, meter: Meter) -> float:
+    """Copy what was planned; returns the share of elements written.
+
+    An exception in here leaves a mix: the caller rebuilds (V8).
+    """
+    if isinstance(planned, Plan):
+        written = write(planned, layers, chunk_bytes=chunk_bytes, look=meter.look)
+        return written / max(1, planned.num_elements)
+    with torch.no_grad():
+        for target, value in planned:
+            target.copy_(value)
+            meter.look()
+    return 1.0
+
+
+def _load_beside(model: Any, resident: dict[str, Tensor], directory: Path) -> Loaded:
     try:
         fresh = type(model).from_pretrained(directory, dtype=model.dtype, local_files_only=True)
     except Exception as error:  # whatever transformers raises on a checkpoint that does not fit
         raise Rejected(f"weights {directory} cannot be loaded: {error}", code="weights-shape") from error
     values = dict(_resident(fresh))
-    plan, seen = [], set()
+    planned, seen = [], set()
     for name, target in resident.items():
         if name not in values:
             raise Rejected(f"weights {directory}: no tensor for {name!r}", code="weights-shape")
         if id(target) not in seen:
             seen.add(id(target))
             _check_shape(directory, name, tuple(values[name].shape), tuple(target.shape))
-            plan.append(Write(target=target, name=name, value=values[name]))
-    return plan
+            planned.append((target, values[name]))
+    return planned
 
 
 def _resident(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -135,26 +145,8 @@ def _resident(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_shape(directory: Path, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    if tuple(found) != wanted:
+    if found != wanted:
         raise Rejected(
             f"weights {directory}: tensor {name!r} has shape {list(found)}, the model's is {list(wanted)}",
             code="weights-shape",
         )
-
-
-def write_full(plan: list[Write], directory: Path, meter: Meter) -> None:
-    """Copy the planned tensors. An exception in here leaves a mix: the caller rebuilds (V8)."""
-    with ExitStack() as stack, torch.no_grad():
-        files = {name: stack.enter_context(_open(directory / name)) for name in {w.file for w in plan if w.file}}
-        for write in plan:
-            value = files[write.file].get_tensor(write.name) if write.value is None else write.value
-            write.target.copy_(value)
-            meter.look()
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        yield file

@@ -20,7 +20,10 @@ Left out: data and pipeline parallelism, quantised weights, multimodal models.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ from openrl_common.errors import Bug, Rejected
 from openrl_common.parking import Left
 from openrl_common.records import JobKind, WeightsRecord
 from openrl_common.tensors import read_checkpoint
-from openrl_common.weights import WeightsManifest, read_manifest
+from openrl_common.weights import WeightsManifest
 from openrl_common.wire import ErrorInfo, Sequence
 from openrl_sampler.adapter_shelf import Adapter, AdapterShelf
 from openrl_sampler.engine import Applied, GenerateCall, Generated
@@ -39,6 +42,9 @@ from openrl_sampler.stopping import StopRule
 from openrl_sampler.tokenizer import Tokenizer
 from openrl_sampler.torch_weights import check_manifest
 from openrl_sampler.vllm_options import VllmOptions, engine_arguments, sizes_of
+from openrl_sampler.weights_layers import Layer, Resident, layers_again, layers_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -79,11 +85,12 @@ class VllmEngine:
         self.vocabulary_size = 0
         self.kv_tokens_max = 0
         self.update_method = ""
-        self.start_phases: list[tuple[str, float]] = []
+        self.load_parts: dict[str, float] = {}
+        self.cache_state = ""
         self._engine: Any = None
         self._calls: dict[str, _Call] = {}
         self._rows: dict[str, _Row] = {}
-        self._full: WeightsRecord | None = None
+        self._resident = Resident(None, {})
         self._shelf = AdapterShelf(options.max_adapters)
         self._lora_requests: dict[str, Any] = {}  # by adapter name; their numbers are never used twice
         self._num_adapters = 0
@@ -98,7 +105,8 @@ class VllmEngine:
         started = time.perf_counter()
         try:
             self._checkpoint = read_checkpoint(self._options.model_path)
-            self._engine = self._make(current_platform)
+            with self._starting():
+                self._engine = self._make(current_platform)
         except Rejected:
             raise
         except Exception as error:  # vLLM raises many kinds for models and settings that it cannot serve
@@ -113,9 +121,23 @@ class VllmEngine:
         self._tokenizer = Tokenizer(self._options.model_path)
         self._eos = self._tokenizer.eos()
         self._prepare()
-        compiled = float(config.compilation_config.compilation_time)
-        whole = time.perf_counter() - started
-        self.start_phases = [("vllm load", whole - compiled), ("vllm compile", compiled)] if compiled else []
+        compiling = float(config.compilation_config.compilation_time)
+        self.load_parts = {"compile": compiling} if compiling else {}
+        log.info(
+            "vLLM serves %s: %.1f s, of them %.1f compiling (cache %s), %d tokens of keys and values, updates %s",
+            self._options.model_path, time.perf_counter() - started, compiling, self.cache_state or "none",
+            self.kv_tokens_max, self.update_method or "by adapters",
+        )  # fmt: skip
+
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """Hold the compile cache (V1) and say in the start's phases what it was."""
+        if self._options.cache is None:
+            yield
+            return
+        with self._options.cache.starting() as state:
+            yield
+        self.cache_state = state
 
     def _make(self, platform: Any) -> Any:
         from vllm.engine.arg_utils import EngineArgs
@@ -158,11 +180,12 @@ class VllmEngine:
         """Adapt every rank, and settle how full updates are applied."""
         full = self._options.kind is JobKind.FFT
         answers = self._engine.collective_rpc("openrl_prepare", args=(str(self._options.model_path), full))
-        if problem := next((problem for problem, _ in answers if problem), ""):
+        if problem := next((one.problem for one in answers if one.problem), ""):
             raise Rejected(problem, code="bad-engine")
         if not full:
             return
-        why = next((why for _, why in answers if why), "")
+        why = next((one.not_streamable for one in answers if one.not_streamable), "")
+        self._num_planned = max(1, answers[0].planned_elements)
         wanted = self._options.update_method
         if wanted == "streamed" and why:
             raise Rejected(
@@ -266,7 +289,7 @@ class VllmEngine:
 
     def step(self) -> list[Generated]:
         if self._rows:
-            resident = self._full.version if self._full else 0
+            resident = self._full_version
             for output in self._engine.step():
                 row = self._rows.get(output.request_id)
                 if row is not None:
@@ -323,9 +346,11 @@ class VllmEngine:
     # --- weights -------------------------------------------------------------------------------------------------
 
     def version(self, job: str) -> int:
-        if self._options.kind is JobKind.FFT:
-            return self._full.version if self._full else 0
-        return self._shelf.version(job)
+        return self._full_version if self._options.kind is JobKind.FFT else self._shelf.version(job)
+
+    @property
+    def _full_version(self) -> int:
+        return self._resident.record.version if self._resident.record else 0
 
     def serves(self, job: str, version: int) -> bool:
         return version == self.version(job) or (version == 0 and self._options.kind is JobKind.LORA)
@@ -336,7 +361,7 @@ class VllmEngine:
 
     def apply_full(self, job: str, record: WeightsRecord, manifest: WeightsManifest, directory: Path) -> Applied:
         started = time.perf_counter()
-        check_manifest(record, manifest, directory, "full")
+        layers, shapes = layers_of(record, manifest, directory, self._resident)
         need = update_bytes(
             self.update_method,
             self._sizes,
@@ -344,53 +369,63 @@ class VllmEngine:
             headroom_bytes=self._options.headroom_bytes,
         )
         check_room(need, min(self._engine.collective_rpc("openrl_free_bytes")), self.update_method)
-        peak = self._stream(manifest, directory) if self.update_method == "streamed" else self._reload(directory)
+        if self.update_method == "streamed":
+            peak, touched = self._stream(layers)
+        else:
+            peak, touched = self._reload(layers, directory), 1.0
+        self._resident = Resident(record, shapes)
         self._engine.reset_prefix_cache(reset_running_requests=True)
-        self._full = record
-        return Applied(seconds=time.perf_counter() - started, peak_extra_bytes=peak)
+        return Applied(seconds=time.perf_counter() - started, peak_extra_bytes=peak, touched_share=touched)
 
-    def _stream(self, manifest: WeightsManifest, directory: Path) -> int:
-        """Plan on every rank, then write on every rank (V13). Returns the largest peak of extra bytes."""
-        shapes = {tensor.name: (tensor.dtype, tuple(tensor.shape)) for tensor in manifest.tensors}
-        files = {tensor.name: tensor.file for tensor in manifest.tensors}
-        if problem := self._plan(shapes):
+    def _stream(self, layers: list[Layer]) -> tuple[int, float]:
+        """Plan on every rank, then write on every rank (V13). Returns the largest peak, and the share of elements."""
+        directory = layers[-1].directory
+        if problem := self._plan(layers):
             raise Rejected(f"weights {directory} do not fit the model: {problem}", code="weights-shape")
-        written = self._write(directory, files)
+        written = self._write(layers)
         if problem := next((one.error for one in written if one.error), ""):
             self._undo(problem)
             raise Rejected(f"weights {directory} broke off while they were written: {problem}", code="weights-torn")
-        return max(one.peak_extra_bytes for one in written)
+        share = sum(one.elements for one in written) / (len(written) * self._num_planned)
+        return max(one.peak_extra_bytes for one in written), share
 
-    def _plan(self, shapes: dict[str, Any]) -> str:
-        return next((why for why in self._engine.collective_rpc("openrl_plan", args=(shapes,)) if why), "")
+    def _plan(self, layers: list[Layer]) -> str:
+        """A delta goes on with the plan of what is resident."""
+        if layers[0].delta:
+            return ""
+        return next((why for why in self._engine.collective_rpc("openrl_plan", args=(layers[0].shapes,)) if why), "")
 
-    def _write(self, directory: Path, files: dict[str, str]) -> list[Any]:
-        arguments = (str(directory), files, self._options.chunk_bytes)
-        written: list[Any] = self._engine.collective_rpc("openrl_write", args=arguments)
+    def _write(self, layers: list[Layer]) -> list[Any]:
+        written: list[Any] = self._engine.collective_rpc("openrl_write", args=(layers, self._options.chunk_bytes))
         return written
 
     def _undo(self, cause: str) -> None:
-        """After a write that broke off: stream what served before. Every parameter is written again (V8)."""
+        """After a write that broke off: stream what served before, all of it (V8)."""
+        record = self._resident.record
         try:
-            if self._full is None:
-                directory, held = self._options.model_path, self._checkpoint
-                shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in held.tensors.items()}
-                files = {name: path.name for name, path in held.files.items()}
-            else:
-                directory = Path(self._full.manifest).parent
-                manifest = read_manifest(self._full.manifest, self._full.digest)
-                check_manifest(self._full, manifest, directory, "full")
-                shapes = {tensor.name: (tensor.dtype, tuple(tensor.shape)) for tensor in manifest.tensors}
-                files = {tensor.name: tensor.file for tensor in manifest.tensors}
-            problem = self._plan(shapes) or next((w.error for w in self._write(directory, files) if w.error), "")
+            layers = [self._base_layer()] if record is None else layers_again(record)[0]
+            problem = self._plan(layers) or next((one.error for one in self._write(layers) if one.error), "")
             self._engine.reset_prefix_cache(reset_running_requests=True)
         except Exception as error:
             raise Bug(f"what served before a torn weight update ({cause}) cannot be restored: {error}") from error
         if problem:
             raise Bug(f"what served before a torn weight update ({cause}) cannot be restored: {problem}")
 
-    def _reload(self, directory: Path) -> int:
+    def _base_layer(self) -> Layer:
+        held = self._checkpoint
+        return Layer(
+            directory=str(held.directory),
+            delta=False,
+            files={name: path.name for name, path in held.files.items()},
+            shapes={name: (tensor.dtype, tensor.shape) for name, tensor in held.tensors.items()},
+        )
+
+    def _reload(self, layers: list[Layer], directory: Path) -> int:
         """vLLM's own loader. An exception inside it leaves parameters without memory: the process must end."""
+        if layers[-1].delta:
+            raise Rejected(
+                f"weights {directory} are a delta: --update-method reload takes whole ones", code="weights-format"
+            )
         try:
             self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
         except Exception as error:

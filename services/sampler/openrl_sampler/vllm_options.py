@@ -21,6 +21,7 @@ from typing import Any
 from openrl_common.errors import Rejected
 from openrl_common.records import JobKind
 from openrl_common.tensors import Checkpoint
+from openrl_sampler.compile_cache import CompileCache
 from openrl_sampler.memory_share import ModelSizes, capture_sizes
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -58,6 +59,7 @@ class VllmOptions:
     memory_share: float = 0.0
     capture_sizes: str = ""
     compile: bool | None = None
+    cache: CompileCache | None = None
 
     @property
     def lora_rank(self) -> int:
@@ -69,11 +71,34 @@ class VllmOptions:
         return rank
 
 
-def set_environment(environment: MutableMapping[str, str]) -> None:
-    """What vLLM reads when it is imported."""
+def set_environment(environment: MutableMapping[str, str], cache: Path | None = None) -> None:
+    """What vLLM and torch read when they are imported. ``cache``: where everything compiled goes; None = their
+    places."""
     environment.update(_ENVIRONMENT)
     for name, value in _DEFAULTS.items():
         environment.setdefault(name, value)
+    if cache is not None:
+        environment["VLLM_CACHE_ROOT"] = str(cache / "vllm")
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "inductor")
+        environment["TRITON_CACHE_DIR"] = str(cache / "triton")
+
+
+def compile_facts(options: VllmOptions, *, device: str, versions: dict[str, str]) -> dict[str, object]:
+    """Everything that compiled code depends on (V1): LoRA and FFT samplers, models, devices warm separately."""
+    return {
+        "config": (options.model_path / "config.json").read_text(),
+        "kind": options.kind,
+        "dtype": options.dtype,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "num_devices": options.num_devices,
+        "rank": options.lora_rank if options.kind is JobKind.LORA else 0,
+        "adapter_slots": min(options.adapter_slots, options.max_adapters) if options.kind is JobKind.LORA else 0,
+        "capture_sizes": options.capture_sizes,
+        "compile": options.compile,
+        "device": device,
+        "versions": versions,
+    }
 
 
 def engine_arguments(options: VllmOptions, checkpoint: Checkpoint, *, on_cpu: bool) -> dict[str, Any]:

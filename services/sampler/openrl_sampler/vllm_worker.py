@@ -27,9 +27,10 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 
 from openrl_common.errors import Rejected
-from openrl_common.tensors import read_checkpoint, read_header
-from openrl_sampler.streamed import NotStreamable, Plan, TensorShape, make_plan, open_sources, write
+from openrl_common.tensors import read_checkpoint
+from openrl_sampler.streamed import NotStreamable, Plan, make_plan, write
 from openrl_sampler.torch_weights import Meter
+from openrl_sampler.weights_layers import Layer, TensorShape
 
 
 def _keep_plain(layer: Any, remove_weight: bool) -> None:
@@ -61,6 +62,14 @@ class TemperedSampler(Sampler):
         return sampled, tempered
 
 
+class Prepared(NamedTuple):
+    """``problem``: why this vLLM cannot serve; ``not_streamable``: why updates cannot be streamed; empty = they can."""
+
+    problem: str
+    not_streamable: str
+    planned_elements: int
+
+
 class Written(NamedTuple):
     """What one rank's part of an update cost. ``elements``: of its parameters that were written; ``error``: it broke
     off."""
@@ -79,26 +88,26 @@ class WorkerExtension:
     _openrl_base: Plan
     _openrl_plan: tuple[dict[str, TensorShape], Plan]
 
-    def openrl_prepare(self, model_path: str, updates: bool) -> tuple[str, str]:
-        """Returns (why the sampler cannot serve at all, why updates cannot be streamed into it); empty = it can."""
+    def openrl_prepare(self, model_path: str, updates: bool) -> Prepared:
         sampler = self.model_runner.sampler
         if type(sampler) is not Sampler:
-            return f"the sampler of this vLLM is {type(sampler).__qualname__}, not {Sampler.__qualname__}", ""
+            return Prepared(
+                f"the sampler of this vLLM is {type(sampler).__qualname__}, not {Sampler.__qualname__}", "", 0
+            )
         sampler.__class__ = TemperedSampler
-        return "", self._openrl_prepare_updates(Path(model_path)) if updates else "its weights are never replaced"
-
-    def _openrl_prepare_updates(self, model_path: Path) -> str:
+        if not updates:
+            return Prepared("", "its weights are never replaced", 0)
         try:
-            shapes = {name: (t.dtype, t.shape) for name, t in read_checkpoint(model_path).tensors.items()}
+            shapes = {name: (t.dtype, t.shape) for name, t in read_checkpoint(Path(model_path)).tensors.items()}
             self._openrl_base = make_plan(self._openrl_load_weights, shapes)
         except (NotStreamable, Rejected) as error:
-            return str(error)
+            return Prepared("", str(error), 0)
         self._openrl_plan = (shapes, self._openrl_base)
         planned = {copy.target.untyped_storage()._cdata for copy in self._openrl_base.copies}
         for name, parameter in self.model_runner.model.named_parameters():
             if parameter.untyped_storage()._cdata not in planned:
-                return f"parameter {name!r} is not filled from the model's files by copies"
-        return ""
+                return Prepared("", f"parameter {name!r} is not filled from the model's files by copies", 0)
+        return Prepared("", "", self._openrl_base.num_elements)
 
     def _openrl_load_weights(self, weights: Any) -> Any:
         return self.model_runner.model.load_weights(weights)
@@ -120,18 +129,14 @@ class WorkerExtension:
         self._openrl_plan = (shapes, plan)
         return ""
 
-    def openrl_write(self, directory: str, files: dict[str, str], chunk_bytes: int) -> Written:
-        """Stream the planned version in."""
-        meter = Meter(self.model_runner.device)
-        root, plan = Path(directory), self._openrl_plan[1]
-        error = ""
+    def openrl_write(self, layers: list[Layer], chunk_bytes: int) -> Written:
+        """Stream a version in, as planned."""
+        meter, elements, error = Meter(self.model_runner.device), 0, ""
         try:
-            headers = {file: read_header(root / file) for file in set(files.values())}
-            with open_sources(root, {name: (file, headers[file][name]) for name, file in files.items()}) as sources:
-                write(plan, sources, chunk_bytes=chunk_bytes, look=meter.look)
+            elements = write(self._openrl_plan[1], layers, chunk_bytes=chunk_bytes, look=meter.look)
         except Exception as broken:  # the engine decides what becomes of the mix
             error = f"{type(broken).__name__}: {broken}"
-        return Written(meter.seconds, meter.peak_extra_bytes, plan.num_elements, error)
+        return Written(meter.seconds, meter.peak_extra_bytes, elements, error)
 
     def openrl_free_bytes(self) -> int:
         """Device memory that an update may take: free on the device, or held by torch and not in use."""

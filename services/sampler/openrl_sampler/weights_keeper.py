@@ -163,9 +163,11 @@ class WeightsKeeper:
             self._announce_later(WeightsRejected(why=str(error), assignment=assignment, **identity))
             return
         self._failures.pop(key, None)
-        self._metrics.updates.labels("applied").inc()
-        self._metrics.update_seconds.observe(applied.seconds)
-        log.info("weights applied job=%s version=%d seconds=%.3f", key, record.version, applied.seconds)
+        self._metrics.count_update(applied)
+        log.info(
+            "weights applied job=%s version=%d format=%s seconds=%.3f peak_extra_bytes=%d touched_share=%.4f",
+            key, record.version, record.format, applied.seconds, applied.peak_extra_bytes, applied.touched_share,
+        )  # fmt: skip
         self._announce_later(
             WeightsApplied(
                 assignment=assignment, seconds=applied.seconds, peak_extra_bytes=applied.peak_extra_bytes, **identity

@@ -181,7 +181,9 @@ async def test_v5_full_job_is_served_from_base_to_new_weights_and_a_bad_version_
     await world.start(workload, "a1")
     record = await world.ready("a1")
     assert [phase.name for phase in record.phases] == ["start", "imports", "load", "engine", "weights"]
-    assert record.detail == {"engine": "torch", "can_park": "true", "max_model_len": "64"}
+    assert record.detail == {
+        "engine": "torch", "can_park": "true", "max_model_len": "64", "weights_formats": "full,delta",
+    }  # fmt: skip
     cold = await world.sample()
     assert versions(cold) == {0}
     assert [len(group) for group in cold.sequences] == [2, 2]

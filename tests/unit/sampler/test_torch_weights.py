@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from openrl_common.errors import Bug, Rejected
 from openrl_common.records import JobKind
 from openrl_sampler import torch_engine
+from openrl_sampler.streamed import Plan
 
 PROMPTS = [[5, 9, 13], [7, 8, 30, 31]]
 
@@ -125,16 +126,16 @@ def test_v8_an_update_that_breaks_off_in_the_middle_never_serves_a_mix(
     first = save_full(1)
     apply(engine, first)
     before = _state(engine)
-    real = torch_engine.write_full
+    real = torch_engine.write_update
     broken = iter([True, False, True])
 
-    def break_off(plan: Any, directory: Path, meter: Any) -> None:
+    def break_off(planned: Any, layers: Any, **rest: Any) -> Any:
         if next(broken):
-            real(plan[: len(plan) // 2], directory, meter)
+            real(Plan(planned.copies[: len(planned.copies) // 2]), layers, **rest)
             raise OSError("the share went away")
-        real(plan, directory, meter)
+        return real(planned, layers, **rest)
 
-    monkeypatch.setattr(torch_engine, "write_full", break_off)
+    monkeypatch.setattr(torch_engine, "write_update", break_off)
     with pytest.raises(Rejected, match="the share went away"):
         apply(engine, save_full(2))
     assert _same(_state(engine), before)
