@@ -34,14 +34,16 @@ from openrl_common.events import (
     JobFinished,
     JobSubmitted,
 )
-from openrl_common.records import JobKind, JobSpec, Overrides
+from openrl_common.records import JobKind, JobPhase, JobSpec, Overrides
 from simulation.settled import Settled
 
 TENANT = "storm"
 SERVICES = ("ledger", "placement", "launcher")
 PAUSE_S = 13.0
 """Longer than a lease (10 s) and than a node may be silent."""
+STEADY = Overrides(trainer_device_gib=2, sampler_device_gib=2, trainer_host_gib=1, sampler_host_gib=1)
 _UNENDED_MAX = 14
+_STEADY_JOBS = 2
 _REST_S = 120.0
 _LOOK_S = 1.0
 _CHUNK = b"\0" * (1 << 20)
@@ -73,6 +75,7 @@ class Storm:
         """Jobs come and go until every fault of the plan (``kill ledger``: how often, ...) has happened."""
         faults = [name for name, times in plan.items() for _ in range(times)]
         self._random.shuffle(faults)
+        await self._start_steady_jobs()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._submit_jobs(tasks))
             waiting = []
@@ -83,6 +86,19 @@ class Storm:
             self._over.set()
 
     # --- jobs --------------------------------------------------------------------------------------------------------
+
+    async def _start_steady_jobs(self) -> None:
+        """Some workers are there from before the first fault to after the last one, however slow the machine is."""
+        for number in range(_STEADY_JOBS):
+            submitted = self._job_named(f"steady-{number}", f"steady-{number}", JobKind.FFT, STEADY, 9)
+            await self._insist(submitted)
+            self.acknowledged.append(submitted)
+        async with asyncio.timeout(_REST_S):
+            while True:
+                jobs = (await self._bus.store.jobs.list()).values()
+                if sum(entry.value.phase is JobPhase.READY for entry in jobs) == _STEADY_JOBS:
+                    return
+                await asyncio.sleep(0.1)
 
     async def _submit_jobs(self, tasks: asyncio.TaskGroup) -> None:
         number = 0
@@ -115,16 +131,28 @@ class Storm:
             trainer_host_gib=draw.choice((1.0, 3.0)),
             sampler_host_gib=1.0,
         )
-        name = f"{behaviour}-{number % 10}"
+        name, priority = f"{behaviour}-{number % 10}", draw.choice((0, 0, 0, 5))
+        return self._job_named(name, f"s-{number}", kind, sizes, priority, exclusive=exclusive)
+
+    def _job_named(
+        self,
+        name: str,
+        submission: str,
+        kind: JobKind,
+        sizes: Overrides,
+        priority: int,
+        *,
+        exclusive: bool | None = None,
+    ) -> JobSubmitted:
         spec = JobSpec(
             name=name,
             kind=kind,
             base_model=str(self._model),
             exclusive=exclusive,
-            priority=draw.choice((0, 0, 0, 5)),
+            priority=priority,
             overrides=sizes,
         )
-        return JobSubmitted(tenant=TENANT, job=name, submission=f"s-{number}", spec=spec)
+        return JobSubmitted(tenant=TENANT, job=name, submission=submission, spec=spec)
 
     async def _insist(self, event: Event) -> None:
         while True:
@@ -202,10 +230,10 @@ class Storm:
             await asyncio.sleep(_LOOK_S)
 
     async def verdict(self) -> list[str]:
-        """Invariants 1 to 6 from the stored revisions, and what was acknowledged and never answered (9)."""
+        """Invariants 1 to 6 from the stored revisions; what was acknowledged and then lost or never answered (9)."""
         await self.revisions.read_on(self._bus)
         lives = await asyncio.to_thread(read_lives, self._witness)
-        return Replay(self._limit).check(self.revisions, lives) + self.unanswered()
+        return self.revisions.lost() + Replay(self._limit).check(self.revisions, lives) + self.unanswered()
 
     def unanswered(self) -> list[str]:
         """Acknowledged submissions without an answer, admitted ones without an end."""

@@ -4,8 +4,8 @@ It writes down, with the clock that the server stamps messages with, every 50 ms
 touches the device. Its file is on another disk than the system's: it goes on when that one is full. A process was alive
 at least from its first line to its last, so what is found against it is never a false alarm.
 
-The first word of its job's name says how it ends: ``run`` when it is told to, ``die`` again and again by itself,
-``flaky`` once by itself.
+The first word of its job's name says how it ends: ``run`` and ``steady`` when it is told to, ``die`` again and again by
+itself, ``flaky`` once by itself.
 """
 
 from __future__ import annotations
