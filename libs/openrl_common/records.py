@@ -346,6 +346,14 @@ class NodeBudget(Record, frozen=True, kw_only=True):
     why: str = ""
 
 
+class LedgerIdentityRecord(Record, frozen=True, kw_only=True):
+    """Key ``meta.identity``: tells one ledger bucket from another (L7); ``rebuilt``: by `openrl ledger rebuild`."""
+
+    id: str
+    made_at: float = 0.0
+    rebuilt: bool = False
+
+
 class DutyRecord(Record, frozen=True, kw_only=True):
     """Key ``duty.<name>``: which replica does it now (``liveness.Duty``); ``holder`` empty = handed back."""
 
@@ -479,6 +487,8 @@ class WorkerRecord(Record, frozen=True, kw_only=True):
     pulling_since: float | None = None
     """Its image is being pulled, since when; ``pulled_s``: what that has taken before. No time of a start (F2)."""
     pulled_s: float = 0.0
+    entry: ClaimEntry | None = None
+    """What its claim lists for it: enough to write its seat again (L7)."""
 
 
 # --- shared buckets: openrl_leases, openrl_ready -----------------------------------------------------------------

@@ -364,6 +364,7 @@ class Store:
         self.ledger_seats = view("openrl_ledger", "seat.", records.SeatRecord)
         self.ledger_claims = view("openrl_ledger", "claim.", records.ClaimRecord)
         self.ledger_nodes = view("openrl_ledger", "node.", records.NodeBudget)
+        self.ledger_meta = view("openrl_ledger", "meta.", records.LedgerIdentityRecord)
         self.duties = view("openrl_ledger", "duty.", records.DutyRecord)
         self.turns = view("openrl_turns", "", records.TurnRecord)
         self.nodes = view("openrl_nodes", "", records.NodeRecord)

@@ -165,6 +165,7 @@ async def test_l6_what_is_written_meanwhile_stays(bus: Bus) -> None:
 
 
 def test_l6_records_outlive_every_message_that_could_still_speak_of_them() -> None:
+    assert streams.EVENTS.max_age_s == KEEP_S_MIN
     assert Retention().keep_s > KEEP_S_MIN
     assert is_over(SeatRecord(closed=1))
     assert not is_over(SeatRecord(state=SeatState.RELEASING))

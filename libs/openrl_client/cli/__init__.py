@@ -30,6 +30,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "logs": ("watch", "logs", "Print the log of a worker or a service."),
     "events": ("watch", "events", "Follow what happens, one line an event."),
     "dlq": ("watch", "dlq", "Look at messages that could not be handled."),
+    "state": ("state", "state", "List, delete or export saved training states."),
+    "ledger": ("ledger", "ledger", "Rebuild the ledger's bucket from what runs."),
     "model": ("model", "model", "Make a tiny model to try things with."),
     "bench": ("bench", "bench", "Measure the system."),
     "drill": ("drill", "drill", "Rehearse many jobs at once."),

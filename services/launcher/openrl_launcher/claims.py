@@ -13,6 +13,7 @@ from collections.abc import Callable
 from openrl_common.bus import Bus
 from openrl_common.errors import Conflict
 from openrl_common.events import ClaimAllocated, ClaimFreed, ClaimQuarantined, WorkerUnschedulable
+from openrl_common.identity import LedgerIdentity
 from openrl_common.records import CutRecord, CutState, DeviceHold
 from openrl_common.store import Entry, Mirror
 from openrl_launcher.core import Cut, Unschedulable
@@ -25,8 +26,17 @@ _SAY_AGAIN_S = 5.0
 class Claims:
     """The claims of one node. Used by one task (the reconcile loop), but for ``quarantine``."""
 
-    def __init__(self, bus: Bus, *, node: str, clock: Callable[[], float], wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        *,
+        node: str,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+        identity: LedgerIdentity | None = None,
+    ) -> None:
         self._bus = bus
+        self._identity = identity
         self._store = bus.store
         self._node = node
         self._clock = clock
@@ -91,7 +101,12 @@ class Claims:
             )
 
     async def free(self, claim: str) -> None:
-        """Write the claim off, release its devices, say so. Another node's claim is left alone."""
+        """Write the claim off, release its devices, say so. Another node's claim is left alone.
+
+        Raises Rejected (``ledger-replaced``) when there is no such claim because the ledger's bucket is lost (L7).
+        """
+        if self._identity is not None and await self._store.ledger_claims.get(claim) is None:
+            await self._identity.check()
         standing = await self._store.cuts.get(claim)
         if standing is not None:
             self._learn(claim, standing.value, standing.revision)

@@ -254,6 +254,10 @@ def _free(view: View) -> Iterator[Action]:
             yield Free(claim_id)
         elif cut.state is CutState.FREED and claim.state is ClaimState.RETIRING and cut.node in ("", view.node):
             yield SayFreed(claim_id)
+    for claim_id, cut in view.cuts.items():
+        mine = cut.state is CutState.ALLOCATED and cut.node == view.node
+        if mine and claim_id not in view.claims and claim_id not in occupied:
+            yield Free(claim_id)  # its record was deleted: nobody else knows of these devices
 
 
 def _stale_holds(view: View) -> Iterator[Action]:

@@ -16,13 +16,14 @@ from collections.abc import Coroutine
 from typing import Any
 
 from openrl_common.bus import Bus, Delivery
-from openrl_common.controls import StopWorkers, WorkersStopped
+from openrl_common.controls import Running, RunningAnswer, StopWorkers, WorkersStopped
 from openrl_common.errors import Transient
 from openrl_common.events import FenceRequested
 from openrl_common.health import Check, check
+from openrl_common.identity import LedgerIdentity
 from openrl_common.liveness import BEAT_S
 from openrl_common.names import query_subject
-from openrl_common.records import ClaimRecord, NodeBudget, SeatRecord, SeatState, Standing
+from openrl_common.records import ClaimRecord, NodeBudget, SeatRecord, SeatState, Standing, WorkerRecord, WorkerState
 from openrl_common.store import Entry, Mirror
 from openrl_launcher import core
 from openrl_launcher.backend import Backend, Inventory
@@ -65,7 +66,8 @@ class Launcher:
         self._claim_records: dict[str, ClaimRecord] = {}
         self._budget = NodeBudget()
         self._mirrors: list[Mirror[Any]] = []
-        self._claims = Claims(bus, node=self._node, clock=time.monotonic, wake=self.wake)
+        self._identity = LedgerIdentity(bus)
+        self._claims = Claims(bus, node=self._node, clock=time.monotonic, wake=self.wake, identity=self._identity)
         self.workers = Workers(
             bus,
             backend,
@@ -77,11 +79,15 @@ class Launcher:
             now=time.time,
             wake=self.wake,
             spawn=self._spawn,
+            identity=self._identity,
         )
 
     def readiness(self) -> dict[str, Check]:
         return {
             "consumer": check(self._bound.is_set, "the consumer is not bound yet"),
+            "ledger": check(
+                lambda: bool(self._identity.known), "the ledger's bucket has no identity (new, or lost)"
+            ),
             "caches": check(lambda: self._synced, "the ledger has not been read yet"),
             "workers": check(lambda: not self.workers.draining, "its workers are being stopped"),
             "node": check(lambda: self._heartbeat.holds, "the last heartbeat is too old"),
@@ -108,6 +114,9 @@ class Launcher:
         store = self._bus.store
         record = await self._heartbeat.join()  # nothing is touched before the node is this launcher's
         tasks.create_task(self._heartbeat.run(), name="heartbeat")
+        await self._bus.serve(query_subject("launcher", f"{self._node}.running"), Running, self._say_running)
+        await self._identity.wait(self._bus.stopping)
+        tasks.create_task(self._identity.watch(self._bus.stopping), name="ledger's identity")
         await self._claims.load()
         self._mirrors.append(await store.ledger_claims.mirror(on_change=self._on_claim))
         self._mirrors.append(await store.ledger_seats.mirror(on_change=self._on_seat))
@@ -174,6 +183,21 @@ class Launcher:
         log.info("stopping all workers of node %s", self._node)
         stopped = await self.workers.drain()
         return WorkersStopped(stopped=stopped)
+
+    async def _say_running(self, _: Running) -> RunningAnswer:
+        """From the processes and their records, not from the ledger: it may be what is to be rebuilt (L7)."""
+        running = await asyncio.to_thread(self._backend.running)
+        records = {key: entry.value for key, entry in (await self._bus.store.workers.list()).items()}
+        return RunningAnswer(
+            workers=[
+                records.get(assignment)
+                or WorkerRecord(
+                    assignment=assignment, workload=process.workload, tenant="", claim="", node=self._node,
+                    state=WorkerState.RUNNING, pid=process.pid, started_at=process.started_at,
+                )
+                for assignment, process in sorted(running.items())
+            ]
+        )  # fmt: skip
 
     # --- the loop -------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ import msgspec
 from openrl_common.bus import Bus
 from openrl_common.errors import Transient
 from openrl_common.events import WorkerExited, WorkerFenced, WorkerGone, WorkerLaunched
+from openrl_common.identity import LedgerIdentity
 from openrl_common.names import SHARED
 from openrl_common.records import SeatState, WorkerRecord, WorkerState
 from openrl_launcher import leases
@@ -58,6 +59,7 @@ class Workers:
 
     Args:
         clock, now: monotonic seconds (back-off), Unix seconds (records).
+        identity: of the ledger's bucket, known; a missing seat stops a worker only while it is still that one.
         wake: asks the reconcile loop for another pass.
         spawn: runs a coroutine in the service's task group, where a Bug stops the service.
     """
@@ -75,6 +77,7 @@ class Workers:
         now: Callable[[], float],
         wake: Callable[[], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
+        identity: LedgerIdentity | None = None,
     ) -> None:
         self._bus = bus
         self._store = bus.store
@@ -85,6 +88,7 @@ class Workers:
         self._restarts_max = restarts_max
         self._clock = clock
         self._now = now
+        self._identity = identity
         self._wake = wake
         self._spawn = spawn
         self._table: dict[str, Tracked] = {}
@@ -151,10 +155,13 @@ class Workers:
                 claim=action.claim,
                 node=self._node_of(action.claim),
                 state=WorkerState.STOPPING,
+                entry=action.entry,
             )
             tracked = self._table[action.assignment] = Tracked(record, Status.IDLE)
         tracked.status = Status.BUSY
         tracked.devices = devices
+        if tracked.record.entry is None:  # found running by an earlier launcher, or recorded by an older one
+            tracked.record = msgspec.structs.replace(tracked.record, entry=action.entry)
         launch = Launch(action.assignment, action.entry.workload, action.entry.role, devices, action.entry.device_bytes)
         self._run(tracked, self._start(tracked, launch))
 
@@ -337,6 +344,8 @@ class Workers:
     async def _stop(self, tracked: Tracked, before: Status, why: str, *, although_held: bool = False) -> None:
         record = tracked.record
         seat = None if although_held else await self._store.ledger_seats.get(record.workload)
+        if seat is None and not although_held and self._identity is not None:
+            await self._identity.check()  # no record at all: is it the ledger itself that is lost? (L7)
         if seat is not None and seat.value.state is SeatState.HELD and seat.value.assignment == record.assignment:
             claim = await self._store.ledger_claims.get(seat.value.claim)
             if claim is not None and record.assignment in claim.value.entries:

@@ -21,9 +21,11 @@ from typing import Any, TypeVar, cast
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from openrl_common.bus import Bus, Delivery
+from openrl_common.controls import LedgerState, LedgerStateAnswer
 from openrl_common.duty import Duty
 from openrl_common.errors import Conflict, Transient, UnknownOutcome
 from openrl_common.events import ClaimRetired, Event, Repaired, SeatBooked, SeatRefused
+from openrl_common.names import query_subject
 from openrl_common.records import ClaimRecord, ClaimState
 from openrl_common.service import ServiceContext, ServiceSettings, until_stopped
 from openrl_common.store import Bucket, Entry, Mirror
@@ -32,6 +34,7 @@ from openrl_ledger.core.decide import decide
 from openrl_ledger.core.nodes import NodePolicy
 from openrl_ledger.core.ops import Contended, Emit, Environment, Lost, Pause, Read, Steps, Table, Write
 from openrl_ledger.core.turns import TurnPolicy
+from openrl_ledger.founding import Founding
 from openrl_ledger.nodes_service import NodeJudge
 from openrl_ledger.retention_service import Retention, Retirer
 from openrl_ledger.turns_service import Arbiter
@@ -234,6 +237,16 @@ async def serve(context: ServiceContext, config: LedgerSettings) -> None:
     arbiter = Arbiter(context.bus, ledger.environment, ledger.drive, policy, context.registry)
     bound = context.require("consumer", "the ledger's consumer is not bound yet")
     duty = Duty(context.bus.store.duties, "upkeep", holder=secrets.token_hex(6), clock=time.monotonic)
+    founding = Founding(context.bus)
+    context.checks["ledger"] = founding.problem
+    active = False
+
+    async def tell_state(_: LedgerState) -> LedgerStateAnswer:
+        return LedgerStateAnswer(active=active, identity=founding.identity.known, seat_limit=config.max_seats_per_claim)
+
+    await context.bus.serve(query_subject("ledger", "state"), LedgerState, tell_state)
+    await founding.wait(context.stopping)
+    active = True
     await ledger.start()
     await arbiter.start(ledger.claims)
     judge = ledger.judge(config.nodes, context.registry)
@@ -253,6 +266,7 @@ async def serve(context: ServiceContext, config: LedgerSettings) -> None:
             ledger.tidy(config.janitor_every_s, repaired, duty),
             judge.watch(duty),
             retirer.watch(duty),
+            founding.identity.watch(context.bus.stopping),
             arbiter.consume(),
             arbiter.watch(),
         )

@@ -30,6 +30,7 @@ from openrl_common.duty import Duty, process_is_gone, this_process
 from openrl_common.errors import Conflict, OpenRLError, Poison, Rejected, Transient
 from openrl_common.events import Event, JobCancelled, JobFailed, JobFinished, JobSubmitted
 from openrl_common.health import check
+from openrl_common.identity import LedgerIdentity
 from openrl_common.queries import (
     CLAIMS,
     EXPLAIN,
@@ -475,6 +476,8 @@ async def _act(
                 failures.labels(type(error).__name__).inc()
                 raise
 
+    identity = LedgerIdentity(context.bus)
+    await identity.wait(context.stopping)
     await placement.start()
     await placement.answer_queries()
     synced.set()
@@ -492,6 +495,7 @@ async def _act(
             placement.follow_mirrors(),
             placement.follow_time(),
             duty.wait_lost(context.stopping),
+            identity.watch(context.stopping),
         )
     finally:
         await placement.close()

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from bus.launcher.launcher_helpers import FAKE_WORKERS, Ledger, until
-from openrl_common import streams
+from openrl_common import identity, streams
 from openrl_common.bus import Bus
 from openrl_common.nats_server import NatsServer
 from openrl_common.quantities import GIB
+from openrl_common.records import LedgerIdentityRecord
 from openrl_launcher.local import LocalBackend
 from openrl_launcher.service import Launcher
 from openrl_launcher.settings import LauncherSettings
@@ -39,6 +40,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def ledger(nats_url: str, home: Path) -> AsyncIterator[Ledger]:
     bus = await Bus.connect(nats_url, name="test")
     await streams.ensure(bus)
+    await bus.store.ledger_meta.put(identity.KEY, LedgerIdentityRecord(id="test"))
     ledger = Ledger(bus, home, "here")
     listening = asyncio.create_task(ledger.listen())
     yield ledger

@@ -127,7 +127,7 @@ def test_a_pending_claim_gets_the_smallest_device_of_its_tightest_tier_P9() -> N
 
 def test_a_larger_device_is_used_when_the_tight_ones_are_taken_P9() -> None:
     taken = view(
-        claims={"c1": pending()},
+        claims={"c1": pending(), "x": allocated("ax"), "y": allocated("ay")},
         holds={"dev1": "x", "dev2": "y"},
         cuts={"x": cut("dev1"), "y": cut("dev2")},
     )
@@ -169,7 +169,7 @@ def test_the_second_worker_of_a_job_goes_before_the_first_of_others_W1() -> None
 
 def test_a_large_waiter_at_the_head_does_not_hold_back_a_small_one_W1() -> None:
     busy = view(
-        claims={"large": pending((1, 60, 80), order=(0, 1)), "small": pending(order=(0, 2))},
+        claims={"large": pending((1, 60, 80), order=(0, 1)), "small": pending(order=(0, 2)), "x": allocated("ax")},
         holds={"dev0": "x"},
         cuts={"x": cut("dev0")},
     )
@@ -181,7 +181,7 @@ def test_a_large_waiter_at_the_head_does_not_hold_back_a_small_one_W1() -> None:
 def test_several_devices_are_all_or_nothing_P10() -> None:
     two = pending((2, 10, 23))
     assert decide(view(claims={"c1": two})) == [Cut("c1", ("dev1", "dev2"), 22 * GIB, "2x23")]
-    one_taken = view(claims={"c1": two}, holds={"dev1": "x"}, cuts={"x": cut("dev1")})
+    one_taken = view(claims={"c1": two, "x": allocated("ax")}, holds={"dev1": "x"}, cuts={"x": cut("dev1")})
     (action,) = decide(one_taken)
     assert isinstance(action, Unschedulable)
     assert "2 devices of at least 10.00 GiB free: 1 of the 2 that fit" in action.cause
@@ -260,7 +260,8 @@ def test_a_device_held_for_a_claim_without_a_record_is_used_to_finish_it_B8() ->
 
 
 def test_a_device_held_for_a_claim_that_cannot_be_finished_is_freed_B8() -> None:
-    half = view(claims={"c1": pending((2, 10, 23))}, holds={"dev1": "c1", "dev2": "x"}, cuts={"x": cut("dev2")})
+    claims = {"c1": pending((2, 10, 23)), "x": allocated("ax")}
+    half = view(claims=claims, holds={"dev1": "c1", "dev2": "x"}, cuts={"x": cut("dev2")})
     actions = decide(half)
     assert isinstance(actions[0], Unschedulable)
     assert actions[1:] == [ReleaseDevice("dev1", "c1")]
@@ -306,6 +307,13 @@ def test_a_retiring_claim_that_was_never_cut_is_written_off_B8() -> None:
 def test_the_allocation_of_a_claim_that_was_withdrawn_meanwhile_is_given_back_L5() -> None:
     state = view(claims={"c1": replace_state(pending(), ClaimState.GONE)}, cuts={"c1": cut("dev1")})
     assert decide(state) == [Free("c1")]
+
+
+def test_a_claim_whose_record_was_deleted_by_hand_is_freed_once_its_workers_are_gone_B8() -> None:
+    orphan = view(cuts={"c1": cut("dev1")}, holds={"dev1": "c1"})
+    assert decide(orphan) == [Free("c1")]
+    assert decide(replace(orphan, workers=worker(status=Status.BUSY))) == []
+    assert decide(view(cuts={"c1": cut("dev1", node="there")})) == []
 
 
 def test_another_nodes_claim_is_left_alone() -> None:

@@ -20,10 +20,9 @@ from openrl_common.records import (
     SeatRecord,
     SeatState,
 )
-from openrl_common.streams import EVENTS
 
-KEEP_S_MIN = EVENTS.max_age_s
-"""No shorter retention is right: see above."""
+KEEP_S_MIN = 7 * 86_400.0
+"""How long the events stream keeps a message; no shorter retention is right."""
 
 
 def is_over(value: object) -> bool:

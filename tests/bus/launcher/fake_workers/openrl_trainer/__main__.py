@@ -30,7 +30,7 @@ def main() -> int:
         time.sleep(600)
     if BEHAVIOUR == "parent":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-    if BEHAVIOUR == "lease":
+    if BEHAVIOUR.startswith("lease"):
         return real()
     print("running", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

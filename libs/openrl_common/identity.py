@@ -1,0 +1,68 @@
+"""Is the ledger's bucket still the one that this process began with? (L7)
+
+The ledger writes an identity into a bucket it finds new. A bucket that was lost, and made again empty, has none: then
+"no seat backs it" means nothing, and nobody may stop a worker or free a device for it. Services wait for an identity
+before they act, and end when it is another one, or none, later: started again, they read everything anew. The command
+`openrl ledger rebuild` writes it last, when the bucket is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from openrl_common.bus import Bus
+from openrl_common.errors import Rejected, Transient
+
+log = logging.getLogger(__name__)
+
+KEY = "identity"
+LOOK_S = 3.0
+_WAIT_LOOK_S = 0.25
+
+
+class LedgerIdentity:
+    """``wait`` first, then ``check`` where it matters and ``watch`` beside the rest."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self.known = ""
+
+    async def read(self) -> str:
+        """The identity that stands in the bucket; empty when there is none, or no bucket. Raises Transient."""
+        entry = await self._bus.store.ledger_meta.get(KEY)
+        return "" if entry is None else entry.value.id
+
+    async def wait(self, stopping: asyncio.Event) -> None:
+        """Return once there is one; it is the one that ``check`` compares with."""
+        said = False
+        while not stopping.is_set():
+            with contextlib.suppress(Transient):
+                self.known = await self.read()
+            if self.known:
+                return
+            if not said:
+                said = True
+                log.warning("the ledger's bucket has no identity: waiting for the ledger (`openrl ledger rebuild`?)")
+            await self._pause(stopping, _WAIT_LOOK_S)
+
+    async def check(self) -> None:
+        """Raises Rejected (``ledger-replaced``): the bucket is not the known one; Transient when nobody can tell."""
+        found = await self.read()
+        if found != self.known:
+            what = "is another one now" if found else "is lost"
+            raise Rejected(f"the ledger's bucket {what}: starting again from what is stored", code="ledger-replaced")
+
+    async def watch(self, stopping: asyncio.Event) -> None:
+        """Check now and then; raises as ``check`` does."""
+        while not stopping.is_set():
+            await self._pause(stopping, LOOK_S)
+            with contextlib.suppress(Transient):
+                await self.check()
+
+    @staticmethod
+    async def _pause(stopping: asyncio.Event, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await stopping.wait()
