@@ -106,6 +106,37 @@ def kube(store: Path | None, as_json: bool, num_nodes: int, num_workers: int) ->
     _show(run_async(measure(Plan(num_nodes, num_workers, store), progress=_progress)), as_json)
 
 
+@bench.command()
+@click.option(
+    "--latencies", default="2,10,50", show_default=True, help="Milliseconds that each read of the mount takes."
+)
+@click.option("--times", "num_times", type=WholeNumber(1), default="1", show_default=True, help="Each; the best counts.")
+@click.option(
+    "--max-background",
+    type=WholeNumber(1),
+    default="64",
+    show_default=True,
+    help="Page cache reads that the kernel keeps under way on the mount (its own default is 12).",
+)
+@click.option(
+    "--vllm-python",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=None,
+    help="Interpreter that has vllm, where this one has not.",
+)
+@STORE
+@JSON
+def prefetch(store: Path | None, as_json: bool, latencies: str, **parameters: Any) -> None:
+    """Reading a cold checkpoint of 1.1 GiB from a slow FUSE mount and from the disk, beside other loaders."""
+    from openrl_client.bench.prefetch import measure
+
+    try:
+        latencies_ms = [float(each) for each in latencies.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{latencies!r}: write for example 2,10,50", param_hint="--latencies") from None
+    _show(measure(store, latencies_ms=latencies_ms, progress=_progress, **parameters), as_json)
+
+
 def _progress(line: str) -> None:
     click.echo(line, err=True)
 
