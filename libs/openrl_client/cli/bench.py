@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from openrl_client.cli.common import machine_readable, run_async
-from openrl_common.settings import Directory, WholeNumber
+from openrl_common.settings import BYTES, Directory, WholeNumber
 
 STORE = click.option(
     "--store", type=Directory(), default=None, help="Directory on a disk for the store. Default: the temporary one."
@@ -110,7 +110,9 @@ def kube(store: Path | None, as_json: bool, num_nodes: int, num_workers: int) ->
 @click.option(
     "--latencies", default="2,10,50", show_default=True, help="Milliseconds that each read of the mount takes."
 )
-@click.option("--times", "num_times", type=WholeNumber(1), default="1", show_default=True, help="Each; the best counts.")
+@click.option(
+    "--times", "num_times", type=WholeNumber(1), default="1", show_default=True, help="Each; the best counts."
+)
 @click.option(
     "--max-background",
     type=WholeNumber(1),
@@ -135,6 +137,33 @@ def prefetch(store: Path | None, as_json: bool, latencies: str, **parameters: An
     except ValueError:
         raise click.BadParameter(f"{latencies!r}: write for example 2,10,50", param_hint="--latencies") from None
     _show(measure(store, latencies_ms=latencies_ms, progress=_progress, **parameters), as_json)
+
+
+@bench.command()
+@click.option("--model", type=Directory(), default=None, help="A Hugging Face model directory. Default: a random one.")
+@click.option("--vocabulary", type=WholeNumber(64), default="131072", show_default=True, help="Rows of the embedding.")
+@click.option("--hidden", type=WholeNumber(64), default="512", show_default=True, help="Columns of the embedding.")
+@click.option("--layers", type=WholeNumber(1), default="4", show_default=True, help="Layers of the random model.")
+@click.option(
+    "--chunk-bytes", type=BYTES, default="16MiB", show_default=True, help="Memory a streamed update may take."
+)
+@JSON
+def update(as_json: bool, **parameters: Any) -> None:
+    """A weight update of the vLLM engine by every method: seconds and extra memory. Needs vllm."""
+    from openrl_client.bench.update import measure
+
+    _show(run_async(measure(**parameters, progress=_progress)), as_json)
+
+
+@bench.command()
+@click.option("--model", type=Directory(), default=None, help="A Hugging Face model directory. Default: a random one.")
+@click.option("--warm", "num_warm", type=WholeNumber(1), default="2", show_default=True, help="Warm starts.")
+@JSON
+def coldstart(as_json: bool, **parameters: Any) -> None:
+    """Construction of the vLLM engine with nothing compiled, and with what that left behind. Needs vllm."""
+    from openrl_client.bench.coldstart import measure
+
+    _show(run_async(measure(**parameters, progress=_progress)), as_json)
 
 
 def _progress(line: str) -> None:

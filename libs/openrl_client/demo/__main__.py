@@ -24,11 +24,18 @@ from openrl_client.errors import EXIT_FAILED, EXIT_INTERRUPTED, OpenRLError, exi
 @click.option("--grpo-steps", type=click.IntRange(1), default=100, show_default=True, help="GRPO steps of every job.")
 @click.option("--evaluate", type=click.IntRange(1), default=800, show_default=True, help="Held-out samples each time.")
 @click.option("--seed", type=int, default=0, show_default=True)
-def main(home: Path, base_steps: int, sft_steps: int, grpo_steps: int, evaluate: int, seed: int) -> None:
+@click.option(
+    "--engine",
+    type=click.Choice(["auto", "torch", "vllm", "vllm-cpu"]),
+    default="auto",
+    show_default=True,
+    help="Sampling engine; with vllm two jobs on four devices (from .venv-vllm: make setup-vllm).",
+)
+def main(home: Path, base_steps: int, sft_steps: int, grpo_steps: int, evaluate: int, seed: int, engine: str) -> None:
     """Run the whole loop on this machine: four jobs share three devices, their rewards rise, a report says how."""
     from openrl_client.demo.run import Demo, DemoSettings, closing_lines
 
-    settings = DemoSettings(home.absolute(), base_steps, sft_steps, grpo_steps, evaluate, seed)
+    settings = DemoSettings(home.absolute(), base_steps, sft_steps, grpo_steps, evaluate, seed, engine)
     try:
         report, path = asyncio.run(Demo(settings).run())
     except (KeyboardInterrupt, asyncio.CancelledError):

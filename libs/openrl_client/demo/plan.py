@@ -23,9 +23,11 @@ class DemoJob(msgspec.Struct, frozen=True):
     kind: JobKind
     task: str
 
-    def spec(self, model: Path, seed: int) -> JobSpec:
+    def spec(self, model: Path, seed: int, engine: str) -> JobSpec:
         lora = LoraSpec(rank=16, alpha=32.0) if self.kind is JobKind.LORA else None
-        return JobSpec(name=self.name, kind=self.kind, base_model=str(model), lora=lora, seed=seed, dtype="float32")
+        return JobSpec(
+            name=self.name, kind=self.kind, base_model=str(model), lora=lora, seed=seed, dtype="float32", engine=engine
+        )
 
 
 # The LoRA jobs come first: their runtime's two workers are exclusive and take two of the three devices; the first FFT
@@ -37,7 +39,11 @@ JOBS = (
     DemoJob("fft-desc", JobKind.FFT, "letters:desc"),
 )
 
+# vLLM's samplers on a CPU cannot leave a device, so each of the four workers has its own.
+JOBS_OF_VLLM = (JOBS[0], JOBS[2])
+
 DEVICES = (6 * GIB,) * 3
+DEVICES_OF_VLLM = (6 * GIB,) * 4
 MAX_SEATS_PER_CLAIM = 2
 LORA_IDLE_S = 1.0
 HOST_BASE_BYTES = 256 * MIB

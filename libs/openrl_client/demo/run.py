@@ -41,6 +41,7 @@ class DemoSettings:
     grpo_steps: int
     evaluation_samples: int
     seed: int
+    engine: str = "auto"
 
 
 @dataclass
@@ -78,9 +79,17 @@ class Demo:
 
     def __init__(self, settings: DemoSettings) -> None:
         self.settings = settings
-        self.states = [JobState(job, JobReport(name=job.name, kind=job.kind.value, phase="")) for job in plan.JOBS]
+        self.states = [JobState(job, JobReport(name=job.name, kind=job.kind.value, phase="")) for job in self._jobs]
         self.published_at = time.time()
         self.watcher: Watcher | None = None
+
+    @property
+    def _on_vllm(self) -> bool:
+        return self.settings.engine.startswith("vllm")
+
+    @property
+    def _jobs(self) -> tuple[plan.DemoJob, ...]:
+        return plan.JOBS_OF_VLLM if self._on_vllm else plan.JOBS
 
     @property
     def _now(self) -> float:
@@ -108,11 +117,11 @@ class Demo:
         report = self._report(seconds)
         return report, write(report, home / "report")
 
-    @staticmethod
-    def _environment() -> dict[str, str]:
+    def _environment(self) -> dict[str, str]:
         """Settings of the services."""
+        devices = plan.DEVICES_OF_VLLM if self._on_vllm else plan.DEVICES
         return {
-            "OPEN_RL_DEVICES": ",".join(f"1x{size}" for size in plan.DEVICES),
+            "OPEN_RL_DEVICES": ",".join(f"1x{size}" for size in devices),
             "OPEN_RL_MAX_SEATS_PER_CLAIM": str(plan.MAX_SEATS_PER_CLAIM),
             "OPEN_RL_LORA_IDLE": str(plan.LORA_IDLE_S),
             "OPEN_RL_TRAINER_HOST_BASE": str(plan.HOST_BASE_BYTES),
@@ -177,7 +186,9 @@ class Demo:
         path.unlink(missing_ok=True)
         try:
             with Metrics(path) as metrics:
-                job = await client.submit(state.job.spec(model, self.settings.seed), timeout_s=30.0)
+                job = await client.submit(
+                    state.job.spec(model, self.settings.seed, self.settings.engine), timeout_s=30.0
+                )
                 state.begin("waiting", self._now)
                 await job.ready(on_progress=lambda progress: self._on_progress(state, progress))
                 report.ready_s = round(self._now, 3)

@@ -297,7 +297,7 @@ def _sampler_figures(spec: JobSpec, model: Model, constants: Constants) -> dict[
 LORA_RANKS = (16, 32, 64, 128, 256, 512)
 """Maximum ranks of LoRA runtimes: a job joins one of the smallest that holds its rank, so that runtimes are shared."""
 DTYPES = ("auto", "float32", "bfloat16")
-ENGINES = ("auto", "torch", "vllm")
+ENGINES = ("auto", "torch", "vllm", "vllm-cpu")
 PRIORITY_MAX = 1_000
 _TAGS_MAX = 32
 _TAG_CHARACTERS_MAX = 256

@@ -122,7 +122,8 @@ class VllmEngine:
         self._eos = self._tokenizer.eos()
         self._prepare()
         compiling = float(config.compilation_config.compilation_time)
-        self.load_parts = {"compile": compiling} if compiling else {}
+        if compiling:
+            self.load_parts["compile"] = compiling
         log.info(
             "vLLM serves %s: %.1f s, of them %.1f compiling (cache %s), %d tokens of keys and values, updates %s",
             self._options.model_path, time.perf_counter() - started, compiling, self.cache_state or "none",
@@ -144,7 +145,11 @@ class VllmEngine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         arguments = engine_arguments(self._options, self._checkpoint, on_cpu=self._on_cpu)
-        config = EngineArgs(**arguments).create_engine_config()
+        started = time.perf_counter()
+        config = EngineArgs(
+            **arguments
+        ).create_engine_config()  # inspects the model's class in a process of its own, once
+        self.load_parts["configure"] = time.perf_counter() - started
         model, options = config.model_config, self._options
         value_bytes = model.dtype.itemsize
         heads = model.get_num_kv_heads(config.parallel_config)
@@ -179,7 +184,7 @@ class VllmEngine:
     def _prepare(self) -> None:
         """Adapt every rank, and settle how full updates are applied."""
         full = self._options.kind is JobKind.FFT
-        answers = self._engine.collective_rpc("openrl_prepare", args=(str(self._options.model_path), full))
+        answers = self.rpc("openrl_prepare", str(self._options.model_path), full)
         if problem := next((one.problem for one in answers if one.problem), ""):
             raise Rejected(problem, code="bad-engine")
         if not full:
@@ -199,6 +204,11 @@ class VllmEngine:
         if self._engine is not None:
             self._engine.engine_core.shutdown()
             self._engine = None
+
+    def rpc(self, method: str, *arguments: Any, **named: Any) -> list[Any]:
+        """Ask every rank; one answer of each."""
+        answers: list[Any] = self._engine.collective_rpc(method, args=arguments, kwargs=named)
+        return answers
 
     # --- calls ---------------------------------------------------------------------------------------------------
 
@@ -368,7 +378,7 @@ class VllmEngine:
             chunk_bytes=self._options.chunk_bytes,
             headroom_bytes=self._options.headroom_bytes,
         )
-        check_room(need, min(self._engine.collective_rpc("openrl_free_bytes")), self.update_method)
+        check_room(need, min(self.rpc("openrl_free_bytes")), self.update_method)
         if self.update_method == "streamed":
             peak, touched = self._stream(layers)
         else:
@@ -393,11 +403,10 @@ class VllmEngine:
         """A delta goes on with the plan of what is resident."""
         if layers[0].delta:
             return ""
-        return next((why for why in self._engine.collective_rpc("openrl_plan", args=(layers[0].shapes,)) if why), "")
+        return next((why for why in self.rpc("openrl_plan", layers[0].shapes) if why), "")
 
     def _write(self, layers: list[Layer]) -> list[Any]:
-        written: list[Any] = self._engine.collective_rpc("openrl_write", args=(layers, self._options.chunk_bytes))
-        return written
+        return self.rpc("openrl_write", layers, self._options.chunk_bytes)
 
     def _undo(self, cause: str) -> None:
         """After a write that broke off: stream what served before, all of it (V8)."""
@@ -427,7 +436,7 @@ class VllmEngine:
                 f"weights {directory} are a delta: --update-method reload takes whole ones", code="weights-format"
             )
         try:
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
+            self.rpc("reload_weights", weights_path=str(directory))
         except Exception as error:
             raise Bug(f"vLLM's reload of {directory} broke off: {error}") from error
         return 0
@@ -496,8 +505,7 @@ class VllmEngine:
         return Left(bytes=abs(before - after), seconds=seconds, freed_bytes=before - after, held_bytes=after)
 
     def _held_bytes(self) -> int:
-        held: list[int] = self._engine.collective_rpc("openrl_held_bytes")
-        return max(held)
+        return max(self.rpc("openrl_held_bytes"))
 
 
 def _prompt_scores(scores: Any) -> list[float]:
