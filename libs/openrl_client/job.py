@@ -19,13 +19,15 @@ from openrl_client.errors import JobEndedError, Rejected, TimedOut
 from openrl_client.training import TRAIN_STREAM, Pending, TrainingLog, number_of
 from openrl_common.events import EVENT_DECODER, AnyEvent, JobFinished
 from openrl_common.names import short_workload, train_subject
-from openrl_common.records import JobPhase, JobRecord, WorkloadRecord
+from openrl_common.records import JobPhase, JobRecord, SavedState, WorkloadRecord
 from openrl_common.wire import (
     LOSSES,
     AdamParams,
     Datum,
+    DeleteState,
     Forward,
     ForwardBackward,
+    ListStates,
     LoadState,
     OptimStep,
     SampleResult,
@@ -302,6 +304,14 @@ class Job:
     def load_state(self, name: str) -> Pending:
         """Go back to what ``save_state`` kept."""
         return self._send(LoadState, name=name)
+
+    async def list_states(self) -> list[SavedState]:
+        """What ``save_state`` kept for this job, in its earlier incarnations too; sorted by name."""
+        return (await self._send(ListStates)).states or []
+
+    def delete_state(self, name: str) -> Pending:
+        """Drop what ``save_state`` kept. Awaiting it raises Rejected (``state-missing``) when there is none."""
+        return self._send(DeleteState, name=name)
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 

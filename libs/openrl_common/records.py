@@ -571,3 +571,34 @@ class CheckpointRecord(Record, frozen=True, kw_only=True):
     taken_at: float
     copy_seconds: float = 0.0
     write_seconds: float = 0.0
+
+
+# --- training states on disk (states.py) --------------------------------------------------------------------------
+
+
+class StateInfo(Record, frozen=True, kw_only=True):
+    """The ``openrl`` metadata of a state file.
+
+    Attributes:
+        seq: the last log entry whose effect is in it (04-R4).
+        dtype: ``float32`` or ``bfloat16``: of the model that was trained.
+        lora: the adapter's settings, None for full fine-tuning.
+    """
+
+    tenant: str = ""
+    job: str = ""
+    incarnation: int = 0
+    seq: int = 0
+    base_model: str = ""
+    dtype: str = ""
+    lora: LoraSpec | None = None
+
+
+class SavedState(Record, frozen=True, kw_only=True):
+    """One named state as it is listed. ``saved_at``: Unix seconds, the file's own."""
+
+    name: str
+    bytes: int
+    saved_at: float
+    path: str
+    info: StateInfo

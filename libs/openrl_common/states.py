@@ -16,36 +16,10 @@ import msgspec
 
 from openrl_common.errors import Rejected
 from openrl_common.names import check_job, check_name, check_tenant
-from openrl_common.records import LoraSpec, Record
+from openrl_common.records import SavedState, StateInfo
 from openrl_common.tensors import read_metadata
 
 _NAME_CHARACTERS_MAX = 64
-
-
-class StateInfo(Record, frozen=True, kw_only=True):
-    """The ``openrl`` metadata of a state file.
-
-    Attributes:
-        seq: the last log entry whose effect is in it (04-R4).
-        lora: the adapter's settings, None for full fine-tuning.
-    """
-
-    tenant: str = ""
-    job: str = ""
-    incarnation: int = 0
-    seq: int = 0
-    base_model: str = ""
-    lora: LoraSpec | None = None
-
-
-class SavedState(Record, frozen=True, kw_only=True):
-    """One named state as it is listed. ``saved_at``: Unix seconds, the file's own."""
-
-    name: str
-    bytes: int
-    saved_at: float
-    path: str
-    info: StateInfo
 
 
 def state_directory(home: Path, tenant: str, job: str) -> Path:

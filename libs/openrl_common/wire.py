@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from openrl_common.records import SavedState
+
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "custom")
 
 
@@ -89,6 +91,14 @@ class LoadState(TrainRequest, frozen=True, kw_only=True, tag="load_state"):
     name: str
 
 
+class ListStates(TrainRequest, frozen=True, kw_only=True, tag="list_states"):
+    """The job's saved states, of earlier incarnations too."""
+
+
+class DeleteState(TrainRequest, frozen=True, kw_only=True, tag="delete_state"):
+    name: str
+
+
 class PayloadRef(TrainRequest, frozen=True, kw_only=True, tag="ref"):
     """A request too large for a message (R7): the real one is the object ``object_name`` with this SHA-256."""
 
@@ -97,7 +107,9 @@ class PayloadRef(TrainRequest, frozen=True, kw_only=True, tag="ref"):
     size_bytes: int
 
 
-AnyTrainRequest = Forward | ForwardBackward | OptimStep | SaveWeights | SaveState | LoadState | PayloadRef
+AnyTrainRequest = (
+    Forward | ForwardBackward | OptimStep | SaveWeights | SaveState | LoadState | ListStates | DeleteState | PayloadRef
+)
 TRAIN_DECODER: msgspec.json.Decoder[AnyTrainRequest] = msgspec.json.Decoder(AnyTrainRequest)
 
 
@@ -116,6 +128,7 @@ class TrainResult(Wire, frozen=True, kw_only=True):
             logprobs), ``clip_fraction``, ``ratio_max``, ``grad_norm``, ``seconds`` … as the operation has them.
         logprobs: per datum, per token, aligned with ``tokens`` (forward only).
         version: the weights version written (save_weights).
+        states: the job's saved states by name (list_states).
     """
 
     seq: int
@@ -123,6 +136,7 @@ class TrainResult(Wire, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     logprobs: list[list[float]] | None = None
     version: int | None = None
+    states: list[SavedState] | None = None
 
 
 RESULT_DECODER: msgspec.json.Decoder[TrainResult] = msgspec.json.Decoder(TrainResult)

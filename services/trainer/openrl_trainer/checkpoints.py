@@ -25,8 +25,7 @@ import msgspec
 from torch import Tensor
 
 from openrl_common.errors import Rejected
-from openrl_common.records import Record
-from openrl_common.states import StateInfo
+from openrl_common.records import Record, StateInfo
 from openrl_common.weights import hash_file
 from openrl_trainer.files import disk_errors, fsync_path, replace_file
 from openrl_trainer.state_file import State, read_state, write_state

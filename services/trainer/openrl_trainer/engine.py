@@ -20,19 +20,22 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
 from openrl_common.errors import Rejected
-from openrl_common.records import LoraSpec, WeightsRecord
-from openrl_common.states import StateInfo, state_path
+from openrl_common.records import LoraSpec, StateInfo, WeightsRecord
+from openrl_common.states import delete_state, list_states, state_path
 from openrl_common.weights import job_directory
 from openrl_common.wire import (
     AnyTrainRequest,
     Datum,
+    DeleteState,
     ErrorInfo,
     Forward,
     ForwardBackward,
+    ListStates,
     LoadState,
     OptimStep,
     SaveState,
@@ -190,6 +193,11 @@ class TrainEngine:
                 return self._save_state(request)
             case LoadState():
                 return Outcome(self._load_state(request))
+            case ListStates():
+                states = list_states(self._settings.home, self.job.tenant, self.job.job)
+                return Outcome(TrainResult(seq=request.seq, states=states))
+            case DeleteState():
+                return Outcome(self._delete_state(request))
             case _:
                 raise Rejected(f"{type(request).__name__} is no training request", code="bad-request")
 
@@ -197,7 +205,7 @@ class TrainEngine:
         if stored.error is None:
             if isinstance(request, SaveWeights):
                 self.version = stored.version or self.version
-            elif not isinstance(request, Forward | SaveState):
+            elif not isinstance(request, Forward | SaveState | ListStates | DeleteState):
                 # What decides rounding is taken from the first time, whatever this life was started with (R5).
                 budget = self.token_budget
                 self.token_budget = int(stored.metrics.get("token_budget", budget))
@@ -364,6 +372,7 @@ class TrainEngine:
             incarnation=self.job.incarnation,
             seq=seq,
             base_model=self.base.path,
+            dtype=str(self.base.model.dtype).removeprefix("torch."),
             lora=self.job.lora,
         )
 
@@ -414,6 +423,11 @@ class TrainEngine:
         self.restore(state)
         return TrainResult(seq=request.seq, metrics={"state_seq": float(info.seq)})
 
+    def _delete_state(self, request: DeleteState) -> TrainResult:
+        if not delete_state(self._settings.home, self.job.tenant, self.job.job, request.name):
+            raise Rejected(f"delete_state: this job has no state {request.name!r}", code="state-missing")
+        return TrainResult(seq=request.seq)
+
 
 def _written_later(seq: int, write: Callable[[], Outcome]) -> Outcome:
     def guarded() -> Outcome:
@@ -431,9 +445,7 @@ def _written_later(seq: int, write: Callable[[], Outcome]) -> Outcome:
 def replace_metrics(result: TrainResult, **metrics: float) -> TrainResult:
     """``result`` with more metrics; every number must be finite, as JSON has no other."""
     merged = {name: value for name, value in {**result.metrics, **metrics}.items() if isfinite(value)}
-    return TrainResult(
-        seq=result.seq, error=result.error, metrics=merged, logprobs=result.logprobs, version=result.version
-    )
+    return msgspec.structs.replace(result, metrics=merged)
 
 
 def _loss_metrics(totals: dict[str, float], loss: str, num_micro_batches: int, token_budget: int) -> dict[str, float]:

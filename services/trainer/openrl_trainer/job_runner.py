@@ -40,7 +40,9 @@ from openrl_common.weights import DELTA, WEIGHTS_FORMATS
 from openrl_common.wire import (
     TRAIN_DECODER,
     AnyTrainRequest,
+    DeleteState,
     ErrorInfo,
+    ListStates,
     LoadState,
     OptimStep,
     PayloadRef,
@@ -262,8 +264,8 @@ class JobRunner:
             await self._settle(outcome, envelope, request, started)
 
     async def _wait_for_writes(self, request: AnyTrainRequest) -> None:
-        if isinstance(request, LoadState):
-            await self._background.idle()  # it may load what is being written
+        if isinstance(request, LoadState | ListStates | DeleteState):
+            await self._background.idle()  # the state they mean may be being written
         elif isinstance(request, SaveWeights | SaveState):
             await self._background.room()
 

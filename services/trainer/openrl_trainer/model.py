@@ -202,6 +202,14 @@ class BaseModel:
         )
         return tensors
 
+    def merged(self) -> Any:
+        """The model with its one adapter folded into its weights; as it is when it has none. Nothing else after it."""
+        if self._peft is None:
+            return self.model
+        self.model = cast(Any, self._peft).merge_and_unload()
+        self._peft = None
+        return self.model
+
     def trainable(self, adapter: str) -> dict[str, nn.Parameter]:
         """The parameters a job trains: its adapter's, or all of them for FFT (``adapter`` empty). Tied ones once."""
         if not adapter:

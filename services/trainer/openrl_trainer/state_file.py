@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from openrl_common.errors import Rejected
-from openrl_common.states import StateInfo, read_info
+from openrl_common.records import StateInfo
+from openrl_common.states import read_info
 from openrl_trainer.files import disk_errors, fsync_path
 
 OPTIMIZER_SECTIONS = ("exp_avg", "exp_avg_sq", "step", "master")

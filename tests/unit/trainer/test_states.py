@@ -1,0 +1,133 @@
+"""Named states: listed, deleted, exported as directories that any other program loads (R5, issue: resume and state)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+
+from openrl_common.errors import Rejected
+from openrl_common.records import LoraSpec
+from openrl_common.states import list_states, state_path
+from openrl_common.wire import DeleteState, ListStates, LoadState, SaveState
+from openrl_trainer.engine import TrainEngine
+from openrl_trainer.export import export
+from unit.trainer.conftest import learn, random_data, step
+
+Engines = Callable[..., TrainEngine]
+IDS = torch.tensor([[1, 2, 3, 4, 5]])
+
+
+def logits(model: object) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(IDS).logits  # type: ignore[operator]
+    return result
+
+
+def trained(engine: TrainEngine, name: str = "s") -> TrainEngine:
+    engine.apply(learn(1, random_data(1)))
+    engine.apply(step(2))
+    assert engine.apply(SaveState(seq=3, incarnation=7, name=name)).result.error is None
+    return engine
+
+
+def load(path: Path) -> torch.nn.Module:
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(path), local_files_only=True, dtype=torch.float32)
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def test_states_are_listed_with_what_they_are_and_deleted_by_name(new_engine: Engines, tmp_path: Path) -> None:
+    engine = trained(new_engine(lora=LoraSpec(rank=2)), "first")
+    engine.apply(SaveState(seq=4, incarnation=7, name="second"))
+    trained(new_engine(job="other"), "third")
+    (tmp_path / "state/default/job/damaged.safetensors").write_bytes(b"x")
+    listed = engine.apply(ListStates(seq=5, incarnation=7)).result.states
+    assert listed is not None
+    assert [(one.name, one.info.seq, one.info.incarnation) for one in listed] == [("first", 3, 7), ("second", 4, 7)]
+    assert listed[0].info.lora == LoraSpec(rank=2)
+    assert listed[0].bytes == Path(listed[0].path).stat().st_size
+    assert [one.name for one in list_states(tmp_path, "default")] == ["first", "second", "third"]
+    assert engine.apply(DeleteState(seq=6, incarnation=7, name="first")).result.error is None
+    again = engine.apply(DeleteState(seq=7, incarnation=7, name="first")).result.error
+    assert again is not None
+    assert again.code == "state-missing"
+    assert [one.name for one in list_states(tmp_path, "default", "job")] == ["second"]
+    for name in ("../other/third", "a/b", ""):
+        refused = engine.apply(DeleteState(seq=8, incarnation=7, name=name)).result.error
+        assert refused is not None
+        assert refused.code == "bad-name"
+
+
+def test_a_later_incarnation_loads_what_an_earlier_one_saved(new_engine: Engines) -> None:
+    first = trained(new_engine())
+    later = new_engine(incarnation=9)
+    assert later.apply(LoadState(seq=1, incarnation=9, name="s")).result.error is None
+    assert all(torch.equal(tensor, later.parameters()[name]) for name, tensor in first.parameters().items())
+
+
+def test_a_load_is_replayed_from_the_very_file_it_read_whatever_became_of_the_name_R5(new_engine: Engines) -> None:
+    """The state is replaced, then deleted; the replay of the load finds what it loaded."""
+    engine = trained(new_engine())
+    engine.apply(learn(4, random_data(4)))
+    engine.apply(step(5))
+    stored = engine.apply(LoadState(seq=6, incarnation=7, name="s")).result
+    wanted = {name: tensor.clone() for name, tensor in engine.parameters().items()}
+    engine.apply(learn(7, random_data(7)))
+    engine.apply(step(8))
+    for ending in (SaveState(seq=9, incarnation=7, name="s"), DeleteState(seq=10, incarnation=7, name="s")):
+        assert engine.apply(ending).result.error is None
+        again = new_engine()
+        again.apply(LoadState(seq=6, incarnation=7, name="s"), stored)
+        assert all(torch.equal(tensor, again.parameters()[name]) for name, tensor in wanted.items())
+
+
+def test_a_full_state_exports_as_a_model_that_from_pretrained_loads_bit_for_bit(
+    new_engine: Engines, model_path: Path, tmp_path: Path
+) -> None:
+    engine = trained(new_engine())
+    (model_path / "tokenizer_config.json").write_text("{}")
+    try:
+        export(state_path(tmp_path, "default", "job", "s"), tmp_path / "out")
+    finally:
+        (model_path / "tokenizer_config.json").unlink()
+    assert torch.equal(logits(load(tmp_path / "out")), logits(engine.base.model))
+    assert (tmp_path / "out/tokenizer_config.json").read_text() == "{}"
+
+
+def test_a_lora_state_exports_merged_and_as_an_adapter(new_engine: Engines, model_path: Path, tmp_path: Path) -> None:
+    engine = trained(new_engine(lora=LoraSpec(rank=4, alpha=9.0)))
+    state = state_path(tmp_path, "default", "job", "s")
+    export(state, tmp_path / "merged")
+    export(state, tmp_path / "adapter", adapter_alone=True)
+    own = logits(engine.base.model)
+    merged = load(tmp_path / "merged")
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    torch.testing.assert_close(logits(merged), own, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits(load(model_path)), own, rtol=1e-3, atol=1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft reads attributes that transformers deprecates
+        loaded = peft.PeftModel.from_pretrained(load(model_path), str(tmp_path / "adapter"))
+    assert torch.equal(logits(loaded.eval()), own)
+
+
+def test_exports_refuse_in_one_line_and_leave_nothing(new_engine: Engines, tmp_path: Path) -> None:
+    trained(new_engine())
+    state = state_path(tmp_path, "default", "job", "s")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "damaged.safetensors").write_bytes(b"x")
+    for source, out, adapter, code in (
+        (state, "taken", False, "exists"),
+        (state, "out", True, "no-adapter"),
+        (tmp_path / "damaged.safetensors", "out", False, "bad-checkpoint"),
+    ):
+        with pytest.raises(Rejected) as caught:
+            export(source, tmp_path / out, adapter_alone=adapter)
+        assert caught.value.code == code
+        assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    assert list((tmp_path / "taken").iterdir()) == []
