@@ -18,6 +18,7 @@ from openrl_common.quantities import format_seconds
 from openrl_common.records import ClaimState, JobPhase, Reason, SeatState, WorkloadPhase, WorkloadRecord
 from openrl_placement.core import booked, claim_changed, fail_impossible, ready_is_due, seat_is_over, seat_lost
 from openrl_placement.endings import drop_stray, end_if_gone, fail_workload, gone, release, runtime_idle
+from openrl_placement.pairs import give_way
 from openrl_placement.state import Effects, State, alive, placed, waits
 from openrl_placement.waiting import ask, join_line, repeat_request, settle, wake_seatless
 from openrl_placement.wedge import give_up, is_wedged
@@ -101,6 +102,7 @@ class Pass:
         yield from _refresh_reasons(state, now)
         fx = Effects()
         wake_seatless(state, now, fx)
+        give_way(state, now, fx)
         yield fx
 
     def _look_at(self, state: State, workload: str, seen: dict[str, object], now: float, fx: Effects) -> None:

@@ -23,6 +23,7 @@ from openrl_common.records import (
 )
 from openrl_placement import core, explain
 from openrl_placement.fleet import Fleet
+from openrl_placement.pairs import HALF_SEATED_S
 from openrl_placement.state import State
 from unit.placement.desk import Desk, Policy, allocated, entry, node
 
@@ -59,6 +60,34 @@ def free_one(it: Desk) -> None:
     """One of the two seats of the shared claim comes free."""
     claim = "c-" + trainer("first")
     it.claim(claim, allocated(dict(list(it.state.fleet.claims[claim].entries.items())[1:])))
+
+
+def test_W1_of_two_jobs_with_one_seat_each_the_younger_gives_way_and_the_older_begins() -> None:
+    """One device with two seats, each taken by one worker of another job: without this both wait for ever (P11, W1)."""
+    it = Desk(limit=2)
+    it.node(node(devices=1))
+    it.submit("a")
+    a_trainer, a_sampler = it.take(SeatRequested)
+    it.submit("b")
+    b_trainer, b_sampler = it.take(SeatRequested)
+    claim = f"c-{trainer('a')}"
+    it.book(a_trainer, "")
+    seat = it.book(b_trainer, claim)
+    for request in (a_sampler, b_sampler):
+        it.book(request, allocate=False)
+        it.unschedulable(request.workload)
+    it.repair(HALF_SEATED_S - 1)
+    assert it.take(SeatReleaseRequested) == [], "seats of jobs that end come free meanwhile"
+    it.repair(1)
+    (release,) = it.take(SeatReleaseRequested)
+    assert (release.workload, release.assignment, release.close) == (trainer("b"), seat, False)
+    it.take(SeatRequested)
+    it.release(trainer("b"), seat, claim, it.workload(trainer("b")).incarnation)
+    moves = [request for request in it.take(SeatRequested) if claim in request.candidates]
+    assert [request.workload for request in moves] == [sampler("a")], "the older one gets it"
+    it.book(moves[0], claim)
+    it.repair(60)
+    assert it.take(SeatReleaseRequested) == [], "a whole job gives way to nobody"
 
 
 def test_P8_binpack_names_candidates_and_may_found() -> None:
