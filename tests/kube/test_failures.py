@@ -38,7 +38,7 @@ async def test_K3_F4_an_exit_code_is_reported_and_the_container_restarted_on_its
 
 async def test_F4_a_worker_that_fails_too_often_fails_its_job_and_frees_the_device(cluster: Cluster) -> None:
     await cluster.add_nodes(("n1", 2, H100, ()))
-    async with cluster.launcher(template=steered(exit_code="3", exits="9"), restarts_max=1):
+    async with cluster.launcher(template=steered(exit_code="3", exits="9", run_for="2s"), restarts_max=1):
         await cluster.submit("hopeless")
         await cluster.until(lambda: cluster.job_message("hopeless"))
         assert "exited with code 3" in await cluster.job_message("hopeless")
@@ -91,15 +91,15 @@ async def test_F3_a_lost_node_gives_its_seats_back_and_may_return(cluster: Clust
         await cluster.ready("bereft")
         before = await cluster.workload("bereft")
         await cluster.add_nodes(("other", 4, H100, ()))
-        await cluster.kubectl("annotate", "node", "dying", "kwok.x-k8s.io/node-")
+        await cluster.cut_off("dying")
         cluster.workers.silent.update(cluster.workers.went_live)
-        await cluster.until(lambda: cluster.node_is(("dying"), lost=True), within_s=30)
+        await cluster.until(lambda: cluster.node_is("dying", lost=True), within_s=30)
         lost_at = time.monotonic()
         await cluster.until(lambda: another_assignment(cluster, "bereft", before.assignment), within_s=30)
         assert time.monotonic() - lost_at < 20.0
         await cluster.ready("bereft", within_s=40)
         assert (await cluster.claim_of("bereft")).node == "other"
-        await cluster.kubectl("annotate", "node", "dying", "kwok.x-k8s.io/node=fake")
+        await cluster.bring_back("dying")
         await cluster.until(lambda: cluster.node_is("dying", lost=False, suspect=False), within_s=30)
         await cluster.until(lambda: only_current_pods(cluster), within_s=30)
 
@@ -111,11 +111,11 @@ async def test_F3_a_node_that_only_stopped_answering_for_a_while_keeps_its_worke
         await cluster.submit("alive")
         await cluster.ready("alive")
         before = await cluster.workload("alive")
-        await cluster.kubectl("annotate", "node", "mute", "kwok.x-k8s.io/node-")
+        await cluster.cut_off("mute")
         await cluster.until(lambda: cluster.node_is("mute", suspect=True), within_s=30)
         await asyncio.sleep(8.0)
         assert (await cluster.workload("alive")).assignment == before.assignment
-        await cluster.kubectl("annotate", "node", "mute", "kwok.x-k8s.io/node=fake")
+        await cluster.bring_back("mute")
         await cluster.until(lambda: cluster.node_is("mute", suspect=False), within_s=30)
         assert (await cluster.workload("alive")).assignment == before.assignment
 
@@ -201,10 +201,14 @@ async def test_K3_K4_after_rounds_of_random_deletion_nothing_is_left(make_cluste
                 await cluster.submit(alive[-1], exclusive=chance.random() < 0.2)
             await asyncio.sleep(chance.uniform(0.5, 2.0))
             for pod in chance.sample(await cluster.get("pods"), k=2):
-                await cluster.kubectl("delete", "pod", pod["metadata"]["name"], "-n", "openrl", "--wait=false")
+                await cluster.kubectl(
+                    "delete", "pod", pod["metadata"]["name"], "-n", "openrl", "--wait=false", "--ignore-not-found"
+                )
             for claim in chance.sample(await cluster.get("resourceclaims"), k=1):
                 name = claim["metadata"]["name"]
-                await cluster.kubectl("delete", "resourceclaim", name, "-n", "openrl", "--wait=false")
+                await cluster.kubectl(
+                    "delete", "resourceclaim", name, "-n", "openrl", "--wait=false", "--ignore-not-found"
+                )
             for name in chance.sample(alive, k=6):
                 alive.remove(name)
                 await cluster.until(lambda n=name: cluster.phase(n))

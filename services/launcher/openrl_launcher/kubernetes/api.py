@@ -49,8 +49,12 @@ class Silent(Transient):
     """A watch said nothing, not even a bookmark, for longer than it may."""
 
 
+class Forbidden(Transient):
+    """401, 403: a right is missing, a quota is full, or the API server has just started and knows no roles yet."""
+
+
 class Refused(Rejected):
-    """The API server says no: not valid, not allowed. The message names verb, object and its words."""
+    """The API server says no: the object is not valid. The message names verb, object and its words."""
 
 
 class _Status(msgspec.Struct):
@@ -99,7 +103,7 @@ class KubeApi:
         """One request; the answer's body.
 
         Raises:
-            Absent, Exists, Expired, Refused: as the status says. Transient: 429, 5xx. Unreachable: no answer.
+            Absent, Exists, Expired, Forbidden, Refused: by the status. Transient: 429, 5xx. Unreachable: no answer.
         """
         self._count(method, path)
         try:
@@ -175,7 +179,7 @@ def _error(status: int, what: str, data: bytes) -> Exception:
         case 410:
             return Expired(sentence)
         case 401 | 403:
-            return Refused(f"{sentence} (the launcher's role lacks it: see deploy/base/rbac.yaml)", code="forbidden")
+            return Forbidden(f"{sentence} (if that stays: deploy/base/rbac.yaml has the launcher's roles)")
         case 429 | 500 | 502 | 503 | 504:
             return Transient(sentence)
         case _:

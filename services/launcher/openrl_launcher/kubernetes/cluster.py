@@ -28,7 +28,7 @@ from openrl_common.store import Entry, Mirror
 from openrl_launcher.backend import Launch
 from openrl_launcher.core import Forget, SayAllocated, SayFreed, SayGone, Start, Stop, Unschedulable
 from openrl_launcher.kubernetes import core
-from openrl_launcher.kubernetes.api import KubeApi, Refused
+from openrl_launcher.kubernetes.api import Forbidden, KubeApi, Refused
 from openrl_launcher.kubernetes.claims import ClusterClaims
 from openrl_launcher.kubernetes.inventory import Inventory, node_name, node_token
 from openrl_launcher.kubernetes.manifests import ASSIGNMENT, CLAIM, PodPlan, read_template
@@ -408,7 +408,8 @@ class ClusterLauncher:
                 self.inventory.unpin(action.claim)
                 pinned = self.inventory.pin(action.claim, record.tiers, role=entry.role, host_bytes=entry.host_bytes)
             await self.pods.ensure(PodPlan(action.assignment, action.claim, entry, record.tiers, pinned=pinned))
-        except Refused as error:
+        except (Refused, Forbidden) as error:
+            log.error("claim %s: %s", action.claim, error)
             await self.claims.say_unschedulable(
                 Unschedulable(action.claim, action.assignment, entry.workload, entry.tenant, str(error))
             )
@@ -453,10 +454,18 @@ class ClusterLauncher:
     async def _tell_node(self, name: str) -> None:
         record, token = self.inventory.record(name), node_token(name)
         known = self._nodes.get(token)
-        if record is None or record == known or (known is None and record.lost and not record.devices):
+        if record == known or (known is None and not (record.enabled or record.devices)):
             return
         await self._bus.store.nodes.put(token, record)
         self._nodes[token] = record
+        if known is None or known.lost is not record.lost:
+            log.log(
+                logging.WARNING if record.lost else logging.INFO,
+                "node %s: %d devices, %s",
+                name,
+                len(record.devices),
+                "not ready" if record.lost else "ready",
+            )
         if known is None or (known.lost and not record.lost):
             self._changes += 1
             await self._bus.publish(NodeJoined(node=token, session=f"{self._session}-{self._changes}", record=record))

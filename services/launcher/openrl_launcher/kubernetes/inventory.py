@@ -169,15 +169,13 @@ class Inventory:
     def device_bytes(self, pool: str, device: str) -> int:
         return self._sizes.get((pool, device), ("", 0))[1]
 
-    def record(self, name: str) -> NodeRecord | None:
-        """What the bus is told of a node; None: it is not enabled and never was of interest."""
+    def record(self, name: str) -> NodeRecord:
+        """What the bus is told of a node; one that is not there any more is not enabled, and lost."""
         node = self._nodes.get(name)
         if node is None:
             return NodeRecord(node=node_token(name), devices=(), enabled=False, suspect=True, lost=True)
         devices, complete = self._devices(name)
         labels = node.metadata.labels
-        if not devices and labels.get(ENABLED) != "true":
-            return None
         return NodeRecord(
             node=node_token(name),
             devices=tuple(

@@ -89,7 +89,7 @@ class Informer(Generic[T]):
         self._version = ""
 
     async def run(self, version: str = "") -> None:
-        """For ever. Raises Rejected when the API server refuses the list: no retry mends a missing right."""
+        """For ever."""
         failures = 0
         while True:
             try:
