@@ -8,7 +8,7 @@ SUITES := $(wildcard tests/unit tests/bus tests/simulation tests/e2e)
 SOURCES := $(wildcard libs services tests scripts)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-vllm test-unit test-bus test-simulation test-e2e test-exact test-chaos test-docker simulate check fmt bench rules clean
+.PHONY: help setup setup-vllm demo test test-vllm test-unit test-bus test-simulation test-e2e test-exact test-chaos test-kube test-docker simulate check fmt bench rules manifests clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ test-exact: setup  ## trainers killed 50 times in 40 steps, every bit compared (
 test-vllm: setup-vllm  ## the sampler's vLLM engine, on this machine's CPU
 	OMP_NUM_THREADS=1 $(VLLM_PYTHON) -m pytest tests/vllm $(ARGS)
 
+test-kube: setup  ## on a real Kubernetes control plane, with KUBEBUILDER_ASSETS set (a skip without)
+	$(BIN)/python -m pytest tests/kube --timeout 300 $(ARGS)
+
 test-docker: setup  ## only what needs a Docker engine on DOCKER_HOST
 	$(BIN)/python -m pytest tests/bus -m docker $(ARGS)
 
@@ -85,6 +88,9 @@ fmt: setup  ## format, and mend what ruff can mend
 
 bench: setup  ## seat grants a second, machine-readable
 	$(BIN)/openrl bench seats --json $(ARGS)
+
+manifests: setup  ## write every setting with its default into deploy/base/settings
+	$(BIN)/python scripts/settings_manifest.py
 
 rules: setup  ## rule -> the tests that name it
 	$(BIN)/python scripts/rules.py

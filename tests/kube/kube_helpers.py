@@ -162,12 +162,13 @@ class Cluster:
     # --- the launcher
 
     async def cut_off(self, node: str) -> None:
-        """Its kubelet says and does nothing any more. (kwok goes on with a node that it knows: it is started anew.)"""
+        """Its kubelet says and does nothing any more. (kwok reads annotations when it starts.)"""
         await self.kubectl("annotate", "node", node, "kwok.x-k8s.io/node-")
         await asyncio.to_thread(self.plane.restart, "kwok")
 
     async def bring_back(self, node: str) -> None:
         await self.kubectl("annotate", "node", node, "kwok.x-k8s.io/node=fake")
+        await asyncio.to_thread(self.plane.restart, "kwok")
 
     @contextlib.asynccontextmanager
     async def launcher(

@@ -56,6 +56,22 @@ async def test_F4_K4_an_evicted_pod_loses_its_device_and_its_worker_gets_another
         await cluster.ready("evicted")
 
 
+async def test_F2_P13_a_pod_that_hangs_is_given_up_and_its_node_avoided(make_cluster: Make) -> None:
+    """Scheduled and never started, for longer than the wedge grace: the next try is on another node."""
+    async with make_cluster(WEDGE_GRACE="3s") as cluster, cluster.launcher() as launcher:
+        await cluster.add_nodes(("wedged", 4, H100, ()))
+        launcher.pods.template = steered(hang="true")
+        await cluster.submit("stuck")
+        first = await cluster.until(lambda: assignment_of(cluster, "stuck"))
+        await cluster.until(lambda: running_on(cluster, first))
+        launcher.pods.template = {}
+        await cluster.add_nodes(("healthy", 4, H100, ()))
+        await cluster.ready("stuck", within_s=60)
+        assert (await cluster.claim_of("stuck")).node == "healthy"
+        avoided = {each.node for each in (await cluster.workload("stuck")).avoid}
+        assert "wedged" in avoided
+
+
 async def test_B4_a_slow_stop_gives_its_device_to_nobody_before_it_is_gone(cluster: Cluster) -> None:
     await cluster.add_nodes(("trainers", 1, H100, ("trainer",)), ("samplers", 4, H100, ("sampler",)))
     async with cluster.launcher(template=steered(stop_delay="4s")):
@@ -217,6 +233,11 @@ async def test_K3_K4_after_rounds_of_random_deletion_nothing_is_left(make_cluste
         for name in alive:
             await cluster.cancel(name)
         await cluster.nothing_is_left(within_s=60)
+
+
+async def running_on(cluster: Cluster, assignment: str) -> bool:
+    record = await cluster.bus.store.workers.get(assignment)
+    return record is not None and record.value.node != ""
 
 
 async def assignment_of(cluster: Cluster, name: str) -> str:

@@ -15,6 +15,7 @@ import msgspec
 from openrl_common.bus import Bus
 from openrl_common.errors import Conflict
 from openrl_common.events import ClaimAllocated, ClaimFreed
+from openrl_common.identity import LedgerIdentity
 from openrl_common.records import CutRecord, CutState, Tier
 from openrl_common.store import Entry
 from openrl_launcher.claims import Claims
@@ -40,8 +41,10 @@ class ClusterClaims(Claims):
         *,
         clock: Callable[[], float],
         mark: Callable[[str], None],
+        identity: LedgerIdentity,
     ) -> None:
-        super().__init__(bus, node="", clock=clock, wake=lambda: None)
+        super().__init__(bus, node="", clock=clock, wake=lambda: None, identity=identity)
+        self._ledger = identity
         self._api = api
         self._settings = settings
         self._mark = mark
@@ -63,6 +66,8 @@ class ClusterClaims(Claims):
         )
 
     async def delete(self, resource: ResourceClaim) -> None:
+        if await self._store.ledger_claims.get(resource.metadata.name) is None:
+            await self._ledger.check()  # no record at all: is it the ledger itself that is lost? (L7)
         body: dict[str, Any] = {"preconditions": {"uid": resource.metadata.uid}}
         try:
             await self._api.call("DELETE", f"{self._path}/{resource.metadata.name}", body=body)
@@ -93,6 +98,8 @@ class ClusterClaims(Claims):
             )
 
     async def free(self, claim: str) -> None:
+        if await self._store.ledger_claims.get(claim) is None:
+            await self._ledger.check()
         standing = await self._store.cuts.get(claim)
         if standing is not None and standing.value.state is CutState.FREED:
             self._learn(claim, standing.value, standing.revision)

@@ -23,6 +23,7 @@ from openrl_common.duty import Duty
 from openrl_common.errors import Rejected, Transient
 from openrl_common.events import FenceRequested, NodeChanged, NodeJoined
 from openrl_common.health import Check, check
+from openrl_common.identity import LedgerIdentity
 from openrl_common.records import ClaimEntry, ClaimRecord, CutRecord, CutState, NodeRecord, SeatRecord, SeatState
 from openrl_common.store import Entry, Mirror
 from openrl_launcher.backend import Launch
@@ -60,7 +61,10 @@ class ClusterLauncher:
         self._session = uuid.uuid4().hex[:12]
         self.duty = Duty(bus.store.duties, DUTY, holder=self._session, clock=time.monotonic)
         self.inventory = Inventory(driver=settings.driver, namespace=settings.namespace)
-        self.claims = ClusterClaims(bus, api, settings, clock=time.monotonic, mark=self._mark_claim)
+        self._identity = LedgerIdentity(bus)
+        self.claims = ClusterClaims(
+            bus, api, settings, clock=time.monotonic, mark=self._mark_claim, identity=self._identity
+        )
         self.pods = PodBackend(
             api, settings, template=read_template(settings.pod_template), spawn=self._spawn, plan=self._plan
         )
@@ -75,6 +79,7 @@ class ClusterLauncher:
             now=time.time,
             wake=self._wake,
             spawn=self._spawn,
+            identity=self._identity,
             pods=self.pods,
             mark=self._mark,
             silent_s=self._silent_s,
@@ -135,6 +140,10 @@ class ClusterLauncher:
             await asyncio.sleep(0.25)
         raise Rejected("another launcher has taken over: this one starts again as a stand-by", code="duty-lost")
 
+    async def _watch_identity(self) -> None:
+        """A ledger's bucket that was lost ends this process: no missing seat of it stops a worker (L7)."""
+        await self._identity.watch(self._bus.stopping)
+
     async def _start(self, tasks: asyncio.TaskGroup) -> None:
         namespace = self._settings.namespace
         self._inform(tasks, "/api/v1/nodes", Node, self._on_node)
@@ -145,6 +154,8 @@ class ClusterLauncher:
             for informer in self.informers.values():
                 await informer.synced.wait()
         store = self._bus.store
+        await self._identity.wait(self._bus.stopping)
+        tasks.create_task(self._watch_identity(), name="ledger's identity")
         await self.claims.load()
         self._mirrors.append(await store.ledger_claims.mirror(on_change=self._on_claim))
         self._mirrors.append(await store.ledger_seats.mirror(on_change=self._on_seat))
@@ -257,6 +268,7 @@ class ClusterLauncher:
             self.pods.forget_pod(assignment, shown.metadata.uid)
         else:
             self.pods.set_pod(pod)
+            self.workers.note_pull(assignment, pod.pulling)
         self._mark_claim(claim)
 
     async def _on_fence(self, delivery: Delivery) -> None:
@@ -404,10 +416,14 @@ class ClusterLauncher:
             if action.claim not in self._resources:
                 self._resources[action.claim] = await self.claims.request(action.claim, record.tiers)
             pinned = ""
+            avoid = tuple(sorted(node_name(each.node) for each in record.avoid if each.until > time.time()))
             if self._settings.pin and action.claim not in self._not_pinned:
                 self.inventory.unpin(action.claim)
-                pinned = self.inventory.pin(action.claim, record.tiers, role=entry.role, host_bytes=entry.host_bytes)
-            await self.pods.ensure(PodPlan(action.assignment, action.claim, entry, record.tiers, pinned=pinned))
+                pinned = self.inventory.pin(
+                    action.claim, record.tiers, role=entry.role, host_bytes=entry.host_bytes, avoid=avoid
+                )
+            plan = PodPlan(action.assignment, action.claim, entry, record.tiers, pinned=pinned, avoid=avoid)
+            await self.pods.ensure(plan)
         except (Refused, Forbidden) as error:
             log.error("claim %s: %s", action.claim, error)
             await self.claims.say_unschedulable(

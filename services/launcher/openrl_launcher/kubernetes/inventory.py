@@ -193,7 +193,9 @@ class Inventory:
 
     # --- pins (K11) ---------------------------------------------------------------------------------------------------
 
-    def pin(self, claim: str, tiers: tuple[Tier, ...], *, role: Role, host_bytes: int) -> str:
+    def pin(
+        self, claim: str, tiers: tuple[Tier, ...], *, role: Role, host_bytes: int, avoid: tuple[str, ...] = ()
+    ) -> str:
         """The node that would win: tightest tier, smallest device, room for all of it; "" when none has room now.
 
         The choice counts as taken until ``unpin``, so that two founders are not sent to one last device.
@@ -203,7 +205,7 @@ class Inventory:
                 if size < tier.floor_bytes or (tier.ceiling_gib and size > tier.ceiling_gib << 30):
                     continue
                 for node, free in self._free[size].items():
-                    if free >= tier.count and self._takes(node, role, host_bytes):
+                    if free >= tier.count and node not in avoid and self._takes(node, role, host_bytes):
                         self._pins[claim] = (node, size, tier.count, host_bytes)
                         self._pins_on[node].add(claim)
                         self._ours[node] += host_bytes

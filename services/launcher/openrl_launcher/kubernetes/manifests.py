@@ -41,7 +41,10 @@ _WORKER = "worker"
 
 @dataclass(frozen=True, slots=True)
 class PodPlan:
-    """What one worker's pod is made of. ``pinned``: the node its scheduling is limited to; ``node``: no scheduling."""
+    """What one worker's pod is made of. ``pinned``: the node its scheduling is limited to; ``node``: no scheduling.
+
+    ``avoid``: nodes that failed the workload lately (P13).
+    """
 
     assignment: str
     claim: str
@@ -49,6 +52,7 @@ class PodPlan:
     tiers: tuple[Tier, ...]
     pinned: str = ""
     node: str = ""
+    avoid: tuple[str, ...] = ()
 
 
 def pod_name(workload: str, assignment: str) -> str:
@@ -193,9 +197,11 @@ def _node_affinity(plan: PodPlan) -> dict[str, Any]:
         {"matchExpressions": [enabled, of_role]},
         {"matchExpressions": [enabled, *unlabelled]},
     ]
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in plan.avoid]
     if plan.pinned:
-        field = {"key": "metadata.name", "operator": "In", "values": [plan.pinned]}
-        terms = [{**term, "matchFields": [field]} for term in terms]
+        fields = [{"key": "metadata.name", "operator": "In", "values": [plan.pinned]}]
+    if fields:
+        terms = [{**term, "matchFields": fields} for term in terms]
     affinity: dict[str, Any] = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
     preferred = preferences(plan.tiers)
     if preferred and not plan.pinned:

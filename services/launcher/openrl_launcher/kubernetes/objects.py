@@ -173,6 +173,9 @@ class PodStatus(_Object, frozen=True, kw_only=True):
     container_statuses: list[ContainerStatus] = []
 
 
+_PULLING = ("ContainerCreating", "ErrImagePull", "ImagePullBackOff")
+
+
 class Pod(_Object, frozen=True, kw_only=True):
     metadata: Meta
     spec: PodSpec = PodSpec()
@@ -186,6 +189,17 @@ class Pod(_Object, frozen=True, kw_only=True):
     @property
     def deleting(self) -> bool:
         return self.metadata.deletion_timestamp is not None
+
+    @property
+    def pulling(self) -> bool:
+        """Sandbox, network and volumes are there and the worker's container waits: its image is being pulled."""
+        prepared = any(
+            each.type == "PodReadyToStartContainers" and each.status == "True" for each in self.status.conditions
+        )
+        return prepared and any(
+            each.name == "worker" and each.state.waiting is not None and each.state.waiting.reason in _PULLING
+            for each in self.status.container_statuses
+        )
 
     @property
     def unschedulable(self) -> str:

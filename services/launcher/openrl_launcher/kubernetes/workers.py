@@ -107,6 +107,22 @@ class ClusterWorkers(Workers):
             if not index[key]:
                 del index[key]
 
+    def note_pull(self, assignment: str, pulling: bool) -> None:
+        """The kubelet pulls its image, or is done: no time of a start that is stuck (F2)."""
+        tracked = self._table.get(assignment)
+        if tracked is None or tracked.status is not Status.RUNNING:
+            return
+        record = tracked.record
+        if pulling is (record.pulling_since is not None):
+            return
+        now = self._now()
+        tracked.record = record = msgspec.structs.replace(
+            record,
+            pulling_since=now if pulling else None,
+            pulled_s=record.pulled_s + (now - record.pulling_since if record.pulling_since is not None else 0.0),
+        )
+        self._spawn(self._insist(lambda: self._store.workers.put(record.assignment, record)))
+
     # --- the life of one ----------------------------------------------------------------------------------------------
 
     async def _on_exit(self, tracked: Tracked, exit_code: int | None, *, why: str = "") -> None:
