@@ -230,7 +230,7 @@ class Cluster:
             return (await self.workload(name, role)).phase
         return None
 
-    async def ready(self, *names: str, within_s: float = 30.0) -> None:
+    async def ready(self, *names: str, within_s: float = 60.0) -> None:
         for name in names:
             for role in Role:
                 await self.until(lambda n=name, r=role: self.is_ready(n, r), within_s=within_s)
@@ -319,7 +319,7 @@ class Cluster:
     async def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
         return await asyncio.to_thread(self.plane.kubectl, *arguments, stdin=stdin)
 
-    async def nothing_is_left(self, within_s: float = 30.0) -> None:
+    async def nothing_is_left(self, within_s: float = 60.0) -> None:
         """No seat, no claim, no pod, no ResourceClaim."""
 
         async def empty() -> bool:
@@ -332,7 +332,7 @@ class Cluster:
     # --- waiting
 
     async def until(
-        self, look: Callable[[], Awaitable[Any] | Any], *, within_s: float = 30.0, every_s: float = 0.05
+        self, look: Callable[[], Awaitable[Any] | Any], *, within_s: float = 60.0, every_s: float = 0.05
     ) -> Any:
         """Look until it gives something true. TimeoutError says what it gave last."""
         deadline = time.monotonic() + within_s
