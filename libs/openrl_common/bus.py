@@ -656,6 +656,22 @@ class Bus:
                     raise Unreachable(f"stream {stream} cannot be read: NATS does not answer") from error
                 await asyncio.sleep(0.1)
 
+    @property
+    def server_info(self) -> dict[str, Any]:
+        """What the server said of itself when it greeted this connection: version, name, cluster, limits."""
+        return dict(self._connection._server_info)
+
+    async def jetstream_api(self, call: str, body: bytes = b"", *, timeout_s: float = 3.0) -> dict[str, Any]:
+        """One call of the JetStream API as it answers, for looking at a server (``openrl doctor``): ``STREAM.LIST``.
+
+        Raises Unreachable: no answer, or JetStream is not enabled.
+        """
+        try:
+            answer = await self._connection.request(f"$JS.API.{call}", body, timeout=timeout_s)
+        except NETWORK_ERRORS as error:
+            raise Unreachable(f"JetStream does not answer {call}: is it enabled on the NATS server?") from error
+        return msgspec.json.decode(answer.data, type=dict[str, Any])
+
     # --- request and reply -------------------------------------------------------------------------------------
 
     def new_inbox(self) -> str:

@@ -90,7 +90,11 @@ class SeatRow(Query, frozen=True, kw_only=True):
 
 
 class ClaimRow(Query, frozen=True, kw_only=True):
-    """One claim. ``limit`` 0 = no limit; ``tiers`` are what it asked for while it is pending."""
+    """One claim. ``limit`` 0 = no limit; ``tiers`` are what it asked for while it is pending.
+
+    ``resident`` and ``waiting``: assignments that may use the device now, and that wait for their turn (T2, T3).
+    Placement does not know; who shows the claims reads it from the arbiter's bucket.
+    """
 
     claim: str
     state: ClaimState
@@ -102,6 +106,8 @@ class ClaimRow(Query, frozen=True, kw_only=True):
     seats_peak: int = 0
     founded_at: float = 0.0
     tiers: tuple[Tier, ...] = ()
+    resident: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
 
 
 class ClaimsAnswer(Query, frozen=True, kw_only=True):

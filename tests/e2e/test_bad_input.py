@@ -96,6 +96,46 @@ def test_a_bad_seat_limit_stops_the_start_and_names_the_setting(tmp_path: Path, 
         assert not (tmp_path / "home" / "up.json").exists()
 
 
+def test_doctor_finds_nothing_wrong_with_a_system_that_has_just_been_started(home: Path) -> None:
+    """E18: warnings about this machine are allowed, failures are not; sync_interval is told from the server's file."""
+    done = openrl(home, "doctor", "-o", "json")
+    findings = json.loads(done.stdout)
+    failed = [each for each in findings if each["level"] == "failed" and each["about"] != "disk"]
+    assert not failed, failed
+    assert {"level": "ok", "about": "durability", "what": "sync_interval: always", "remedy": ""} in findings
+    assert "launcher, ledger, placement are ready" in done.stdout
+    text = openrl(home, "doctor").stdout
+    assert text.splitlines()[0].split() == ["LEVEL", "ABOUT", "FOUND", "REMEDY"]
+
+
+def test_a_retention_shorter_than_a_message_lives_stops_the_ledger_with_one_line(tmp_path: Path) -> None:
+    """L6, C5."""
+    done = subprocess.run(
+        [sys.executable, "-m", "openrl_ledger", "--home", str(tmp_path), "--keep-records", "3d"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "--keep-records / OPEN_RL_KEEP_RECORDS" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_dead_letter_that_is_not_there_is_named(home: Path) -> None:
+    done = openrl(home, "dlq", "requeue", "7")
+    assert done.returncode == 1
+    assert "dead letter 7" in one_line(done.stderr)
+    assert openrl(home, "dlq", "requeue").returncode == 2
+
+
+def test_rebuilding_a_ledger_that_runs_is_refused(home: Path) -> None:
+    """L7: and a dry run says what it would write, and writes nothing."""
+    dry = openrl(home, "ledger", "rebuild")
+    assert dry.returncode == 0
+    assert "nothing is written without --apply" in dry.stdout
+    refused = openrl(home, "ledger", "rebuild", "--apply")
+    assert refused.returncode == 1
+    assert "--while-running" in one_line(refused.stderr)
+
+
 def test_a_second_up_on_the_same_home_says_who_has_it(home: Path) -> None:
     done = openrl(home, "up")
     assert done.returncode == 1

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from openrl_client.cli.common import OUTPUTS, Where, age, connection, machine_readable, run_async, table
 from openrl_client.errors import Rejected
 from openrl_common.names import short_workload
 from openrl_common.quantities import format_bytes, format_seconds
+from openrl_common.records import TurnRecord
 
 if TYPE_CHECKING:
     from openrl_common.queries import ClaimRow, JobRow, NodeRow, WorkloadRow
@@ -104,6 +106,9 @@ async def _rows(client: Any, kind: str, names: tuple[str, ...], tenant: str, *, 
     }
     answer = await client.query(kind, queries.ListQuery(tenant=tenant), answer_types[kind])
     rows: list[Any] = getattr(answer, kind)
+    if kind == "claims":
+        turns = await client.bus.store.turns.list()
+        rows = [with_turns(row, turns[row.claim].value if row.claim in turns else TurnRecord()) for row in rows]
     if not names:
         return rows
     chosen = [row for row in rows if names_of(kind, row) & set(names)]
@@ -111,6 +116,11 @@ async def _rows(client: Any, kind: str, names: tuple[str, ...], tenant: str, *, 
     if strict and (missing := [name for name in names if name not in known]):
         raise Rejected(f"{kind[:-1]} {missing[0]!r} is not known: see `openrl get {kind}`", code="unknown")
     return chosen
+
+
+def with_turns(row: ClaimRow, turns: TurnRecord) -> ClaimRow:
+    """The row with who is on its device now and who waits for it."""
+    return msgspec.structs.replace(row, resident=tuple(turns.residents), waiting=tuple(turns.waiting))
 
 
 def names_of(kind: str, row: Any) -> set[str]:
@@ -182,6 +192,8 @@ def _claim_cells(row: ClaimRow, now: float) -> list[str]:
         row.claim,
         row.state.value,
         f"{len(row.seats)}/{row.limit or '∞'}",
+        str(len(row.resident)) if row.seats else "",
+        str(len(row.waiting) or ""),
         row.node,
         ",".join(row.devices),
         format_bytes(row.device_bytes) if row.device_bytes else "",
@@ -198,7 +210,7 @@ def _node_cells(row: NodeRow, now: float) -> list[str]:
     host = format_bytes(record.host_allocatable_bytes) if record.host_allocatable_bytes else "unknown"
     return [
         record.node,
-        "not usable" if row.usable else "ready",
+        "lost" if record.lost else "suspect" if record.suspect else "not usable" if row.usable else "ready",
         f"{row.devices_claimed}/{len(record.devices)}",
         ",".join(sizes),
         f"{format_bytes(row.host_seats_bytes)}/{host}",
@@ -221,7 +233,8 @@ _COLUMNS: dict[str, tuple[list[str], Any]] = {
         _workload_cells,
     ),
     "claims": (
-        ["CLAIM", "STATE", "SEATS", "NODE", "DEVICES", "MEMORY", "HELD BY", "AGE", "+PEAK", "+ASKED FOR"],
+        ["CLAIM", "STATE", "SEATS", "RESIDENT", "WAITING", "NODE", "DEVICES", "MEMORY", "HELD BY", "AGE"]
+        + ["+PEAK", "+ASKED FOR"],
         _claim_cells,
     ),
     "nodes": (["NAME", "STATE", "CLAIMED", "DEVICE MEMORY", "HOST MEMORY", "ROLES", "+WHY"], _node_cells),

@@ -18,6 +18,9 @@ from openrl_common.names import short_workload
 
 SERVICES = ("placement", "ledger", "launcher", "nats")
 POLL_INTERVAL_S = 0.2
+REQUEUED = ("OPENRL_EVENTS", "OPENRL_SAMPLE")
+"""Streams in which a message may come once more. Not the training log: its order is what is trained (R4)."""
+_KEPT = ("ce-", "traceparent", "tracestate")
 _HIDDEN = frozenset({"type", "tenant", "job", "workload", "submission", "spec", "shape", "weights", "record", "tiers"})
 
 
@@ -160,6 +163,8 @@ def dlq_list(where: Where, output: str | None) -> None:
     """List dead letters, oldest first."""
     letters = run_async(_dead_letters(where))
     if output:
+        for letter in letters:
+            letter["body"] = letter["body"].encode(errors="surrogateescape").decode(errors="replace")
         click.echo(machine_readable(letters, output))
         return
     rows = [
@@ -176,9 +181,51 @@ def dlq_show(where: Where, sequence: int) -> None:
     """Print one dead letter with its body."""
     for letter in run_async(_dead_letters(where)):
         if letter["sequence"] == sequence:
-            click.echo(machine_readable(letter, "json"))
+            shown = letter["body"].encode(errors="surrogateescape").decode(errors="replace")
+            click.echo(machine_readable({**letter, "body": shown}, "json"))
             return
     raise Rejected(f"dead letter {sequence} is not known: see `openrl dlq list`", code="unknown")
+
+
+@dlq.command("requeue")
+@click.argument("sequences", type=click.IntRange(min=1), nargs=-1)
+@click.option("--all", "every", is_flag=True, help="Every dead letter.")
+@connection
+def dlq_requeue(where: Where, sequences: tuple[int, ...], every: bool) -> None:
+    """Publish dead letters again, on the subject where they were, and take them off the list.
+
+    Whoever consumes that subject handles them once more, as if they had just come; handlers bear that.
+    """
+    if bool(sequences) == every:
+        raise click.UsageError("name dead letters (`openrl dlq list`), or --all")
+    for letter in run_async(_requeue(where, sequences)):
+        click.echo(f"{letter['sequence']}: published again on {letter['subject']}")
+
+
+async def _requeue(where: Where, sequences: tuple[int, ...]) -> list[dict[str, Any]]:
+    letters = await _dead_letters(where)
+    known = {letter["sequence"]: letter for letter in letters}
+    if missing := [number for number in sequences if number not in known]:
+        raise Rejected(f"dead letter {missing[0]} is not known: see `openrl dlq list`", code="unknown")
+    chosen = [known[number] for number in sequences] or letters
+    for letter in chosen:
+        if letter["stream"] not in REQUEUED:
+            raise Rejected(
+                f"dead letter {letter['sequence']} is of {letter['stream']}, whose order must stay: leave it there",
+                code="not-requeued",
+            )
+    async with where.connect() as client:
+        for letter in chosen:
+            # Under an id of its own: the first one may still be in the window in which it would count as a duplicate.
+            await client.bus.publish_raw(
+                letter["subject"],
+                letter["body"].encode(errors="surrogateescape"),
+                message_id=f"requeued:{letter['sequence']}:{letter['at']}",
+                headers=letter["headers"],
+            )
+            request = msgspec.json.encode({"seq": letter["sequence"], "no_erase": True})
+            await client.bus.jetstream_api("STREAM.MSG.DELETE.OPENRL_DLQ", request)
+    return chosen
 
 
 async def _dead_letters(where: Where) -> list[dict[str, Any]]:
@@ -195,10 +242,14 @@ async def _dead_letters(where: Where) -> list[dict[str, Any]]:
                         "sequence": delivery.sequence,
                         "at": time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(delivery.published_at)),
                         "subject": headers.get("openrl-dlq-subject", ""),
+                        "stream": headers.get("openrl-dlq-stream", ""),
                         "consumer": headers.get("openrl-dlq-consumer", ""),
                         "deliveries": headers.get("openrl-dlq-deliveries", ""),
                         "error": headers.get("openrl-dlq-error", ""),
-                        "body": delivery.body.decode(errors="replace"),
+                        "headers": {
+                            key: value for key, value in headers.items() if key.startswith(_KEPT) and key != "ce-id"
+                        },
+                        "body": delivery.body.decode(errors="surrogateescape"),
                     }
                 )
                 if delivery.sequence >= last.sequence:

@@ -12,7 +12,7 @@ import pytest
 from openrl_client import cli
 from openrl_client.cli.common import machine_readable, table
 from openrl_client.cli.explain import explanation, status_table
-from openrl_client.cli.get import fingerprint, names_of, render
+from openrl_client.cli.get import fingerprint, names_of, render, with_turns
 from openrl_client.cli.options import spec_of
 from openrl_client.cli.watch import event_line
 from openrl_client.errors import JobEndedError, OpenRLError, Rejected, TimedOut, Transient, Unreachable, exit_code
@@ -27,8 +27,10 @@ from openrl_common.records import (
     Phase,
     ReadyRecord,
     Reason,
+    Residency,
     Role,
     Shape,
+    TurnRecord,
     Wait,
     WorkloadPhase,
     WorkloadRecord,
@@ -162,9 +164,13 @@ def test_claims_table_shows_seats_used_of_limit() -> None:
         state="held",
     )
     row = ClaimRow(claim="c1", state=ClaimState.ALLOCATED, node="n", devices=("0",), seats=[seat], limit=2)
-    assert render("claims", [row], None, with_header=False).split()[:7] == [
-        *("c1", "allocated", "1/2", "n", "0", "-", "demo/trainer")
+    assert render("claims", [row], None, with_header=False).split()[:9] == [
+        *("c1", "allocated", "1/2", "0", "-", "n", "0", "-", "demo/trainer")
     ]
+    turns = TurnRecord(residents={"a": Residency(epoch=1, granted_at=0.0, until=9.0)}, waiting={"b": 1.0, "c": 2.0})
+    shown = render("claims", [with_turns(row, turns)], None).splitlines()
+    assert shown[0].split()[2:5] == ["SEATS", "RESIDENT", "WAITING"]
+    assert shown[1].split()[2:5] == ["1/2", "1", "2"]
     assert "1/∞" in render("claims", [msgspec.structs.replace(row, limit=0)], None)
 
 

@@ -1,0 +1,41 @@
+"""``openrl doctor``: looks at the whole system and says what is wrong, each finding with its remedy."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from openrl_client.cli.common import Where, connection, machine_readable, run_async, table
+from openrl_client.errors import EXIT_FAILED
+
+if TYPE_CHECKING:
+    from openrl_client.doctor import Finding
+
+
+@click.command()
+@click.option("--nats-monitor", help="The NATS server's monitoring address, for example http://nats:8222.")
+@click.option("-o", "--output", type=click.Choice(["json", "yaml"]), help="Machine-readable.")
+@connection
+def doctor(where: Where, nats_monitor: str | None, output: str | None) -> None:
+    """Look at NATS, the services, the nodes and this host. Exit code 1 when something failed, 0 with warnings only."""
+    findings = run_async(_look(where, nats_monitor))
+    click.echo(machine_readable(findings, output) if output else report(findings))
+    if any(finding.level == "failed" for finding in findings):
+        sys.exit(EXIT_FAILED)
+
+
+async def _look(where: Where, nats_monitor: str | None) -> list[Finding]:
+    from openrl_client.doctor import look
+
+    async with where.connect() as client:
+        return await look(client, where.home, nats_monitor)
+
+
+def report(findings: list[Finding]) -> str:
+    """The findings as a table, and how many of each kind."""
+    rows = [[finding.level.value, finding.about, finding.what, finding.remedy] for finding in findings]
+    counts = {level: sum(finding.level == level for finding in findings) for level in ("failed", "warning")}
+    verdict = ", ".join(f"{count} {level}" for level, count in counts.items() if count) or "all is well"
+    return f"{table(['LEVEL', 'ABOUT', 'FOUND', 'REMEDY'], rows)}\n\n{verdict}"
