@@ -1,4 +1,4 @@
-"""``openrl model``: make a tiny model to try things with."""
+"""``openrl model``: make a tiny model to try things with, or a model directory of a GGUF file."""
 
 from __future__ import annotations
 
@@ -25,3 +25,15 @@ def make_tiny(out: Path, steps: int) -> None:
     if out.exists():
         raise click.UsageError(f"{str(out)!r} exists already: choose another directory or remove it")
     run_async(make_tiny_model(out, steps=steps, on_line=click.echo, environment=dict(os.environ)))
+
+
+@model.command("import")
+@click.argument("source", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("out", type=click.Path(path_type=Path))
+def import_(source: Path, out: Path) -> None:
+    """Make a Hugging Face model directory OUT of the GGUF file SOURCE, dequantised to bfloat16. Needs `gguf`."""
+    from openrl_client.tiny import import_model
+
+    if out.exists():
+        raise click.UsageError(f"{str(out)!r} exists already: choose another directory or remove it")
+    run_async(import_model(source, out, on_line=click.echo, environment=dict(os.environ)))
