@@ -139,7 +139,7 @@ class Duty:
                 async with asyncio.timeout(DUTY_RENEW_S):
                     await stopping.wait()
         if self.held:
-            with contextlib.suppress(Transient):
+            with contextlib.suppress(Transient, TimeoutError):
                 async with asyncio.timeout(1.0):
                     await self._bucket.write(self._name, DutyRecord(renewals=self._renewals + 1), last=self._revision)
         self._sent_at = None

@@ -164,10 +164,12 @@ class Turns:
     async def hold(self) -> AsyncIterator[None]:
         """The device is ours inside. Waits for it; raises TurnStopped when told to stop meanwhile."""
         if not self.on:
+            await self._until_lease_held()
             yield
             return
         async with self._lock:
-            found = "hot" if self._current and not self._asked and not self._parked else "cold"
+            held = self._context.lease_held
+            found = "hot" if held and self._current and not self._asked and not self._parked else "cold"
             if found != "hot":
                 if self._epoch and self._can_park and (self._asked or not self._current):
                     await self._leave()
@@ -185,13 +187,22 @@ class Turns:
                 self._hint.set()
 
     async def boundary(self) -> None:
-        """A safe boundary inside ``hold``: leaves and comes back when asked to, or when the epoch is stale."""
-        if not self.on or (self._current and not self._asked):
+        """A safe boundary inside ``hold``: leaves and comes back when asked to, or when the epoch is stale.
+
+        Cut off for longer than the lease lasts: waits here, off the device where it can park (B5, B7).
+        """
+        if not self.on:
+            await self._until_lease_held()
+            return
+        if self._current and not self._asked and self._context.lease_held:
             return
         async with self._lock:
-            if not self._can_park:
+            if self._can_park and (self._asked or not self._current):
+                await self._leave()
+            elif self._context.lease_held:
                 return
-            await self._leave()
+            elif self._can_park:
+                await self._park_and_keep()
             await self._come()
 
     # --- what the record says --------------------------------------------------------------------------------------
@@ -239,6 +250,13 @@ class Turns:
                     self._left = None
         except Transient as error:
             log.warning("turns of claim %s not read: %s", self._claim, error)
+
+    async def _until_lease_held(self) -> None:
+        """Wait while the lease has lapsed by this process's own clock: whoever fences may have given the seat away."""
+        while not self._context.lease_held:
+            if self._context.stopping.is_set():
+                raise TurnStopped("the worker is stopping, it no longer waits for its lease")
+            await asyncio.sleep(LINGER_S)
 
     # --- coming and leaving (under the lock) -----------------------------------------------------------------------
 
@@ -340,12 +358,16 @@ class Turns:
                 await self._leave()
 
     async def _park_only(self) -> None:
-        """Cut off for longer than the lease: off the device, the turn kept; nobody could be told anyway."""
         async with self._lock:
-            if self._users == 0 and self._park is not None and not self._parked:
-                moved = await self._park()
-                self._parked = True
-                log.warning("parked: the lease could not be renewed; %d bytes", moved.bytes)
+            if self._users == 0:
+                await self._park_and_keep()
+
+    async def _park_and_keep(self) -> None:
+        """Cut off for longer than the lease: off the device, the turn kept; nobody could be told anyway."""
+        if self._park is not None and not self._parked:
+            moved = await self._park()
+            self._parked = True
+            log.warning("parked: the lease could not be renewed; %d bytes", moved.bytes)
 
 
 async def _pause(hint: asyncio.Event, seconds: float) -> None:

@@ -33,7 +33,7 @@ from openrl_common.turns import Move, Turns, TurnStopped
 
 log = logging.getLogger(__name__)
 
-_RECORD_S = 5.0
+_RECORD_S = 30.0
 _GATE_LOOK_S = 0.5
 
 WORKLOAD = settings.setting("--workload", required=True, help="The workload this process is (set by the launcher).")
@@ -82,6 +82,7 @@ class WorkerContext:
     turns: Turns | None = None
     _ready_at: float | None = None
     _detail: dict[str, str] = field(default_factory=dict)
+    _ready_revision: int = 0
 
     @property
     def lease_held(self) -> bool:
@@ -110,10 +111,13 @@ class WorkerContext:
         self.phases.append(Phase(name=name, started_at=started_at, seconds=time.monotonic() - started, detail=detail))
 
     async def publish_phases(self) -> None:
-        """Write the ready record as it stands (``openrl status`` shows a start in progress)."""
-        await self.store.ready.put(
-            self.assignment,
-            ReadyRecord(
+        """Write the ready record as it stands (``openrl status`` shows a start in progress).
+
+        By compare-and-swap, because the launcher writes it too once this process has ended: a try that was given up as
+        lost, or last words still on their way, must not land on what was said later (E7).
+        """
+        while True:
+            record = ReadyRecord(
                 assignment=self.assignment,
                 workload=self.workload.workload,
                 ready=self._ready_at is not None,
@@ -121,8 +125,13 @@ class WorkerContext:
                 process_started_at=psutil.Process().create_time(),
                 ready_at=self._ready_at,
                 detail=self._detail,
-            ),
-        )
+            )
+            try:
+                self._ready_revision = await self.store.ready.write(self.assignment, record, last=self._ready_revision)
+                return
+            except Conflict:
+                standing = await self.store.ready.get(self.assignment)
+                self._ready_revision = 0 if standing is None else standing.revision
 
     async def ready(self, detail: dict[str, str] | None = None) -> None:
         """The worker answers requests from here on."""
@@ -154,19 +163,27 @@ def run_worker(service: str, config: WorkerSettings, main: WorkerMain) -> NoRetu
     os._exit(code)
 
 
-async def _record(store: Store, workload: str) -> WorkloadRecord | None:
-    """A worker on a seat that was booked at once can be here before placement has written that it is placed."""
+async def _record(store: Store, workload: str, assignment: str) -> WorkloadRecord | None:
+    """What this worker is, once placement has written it.
+
+    A worker on a seat that was booked at once can be here before that. What stands there until then is nothing, or an
+    earlier incarnation of the same name, which may be of another model and have the device for itself.
+    """
     deadline = time.monotonic() + _RECORD_S
     while True:
+        seat = await store.ledger_seats.get(workload)
         entry = await store.workloads.get(workload)
-        if entry is not None or time.monotonic() >= deadline:
-            return None if entry is None else entry.value
+        seated = seat.value.incarnation if seat is not None and seat.value.assignment == assignment else 0
+        if entry is not None and entry.value.incarnation >= seated:
+            return entry.value
+        if time.monotonic() >= deadline:
+            return None
         await asyncio.sleep(0.1)
 
 
 async def _work(context: ServiceContext, config: WorkerSettings, main: WorkerMain) -> None:
     store = context.bus.store
-    workload = await _record(store, config.workload)
+    workload = await _record(store, config.workload, config.assignment)
     if workload is None:
         raise Rejected(
             f"workload {config.workload!r} has no record: it was withdrawn, or --nats-url is another system's"

@@ -2,13 +2,15 @@
 
 Order of writes, so that a crash between any two is finished by the next pass: cutting holds the devices, writes the
 record, says ClaimAllocated; freeing writes the record, releases the devices, says ClaimFreed. The bucket is the truth;
-``holds`` and ``cuts`` here are this launcher's newest knowledge of it (own writes at once, others' through the mirror).
+``holds`` and ``cuts`` here are this launcher's newest knowledge of it (own writes at once, everything through mirrors:
+also an own write that was given up as lost, and landed after the connection was back).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from openrl_common.bus import Bus
 from openrl_common.errors import Conflict
@@ -46,19 +48,16 @@ class Claims:
         self._cut_revisions: dict[str, int] = {}
         self._said_at: dict[tuple[str, str], float] = {}
         self._causes: dict[str, str] = {}
-        self._mirror: Mirror[CutRecord] | None = None
+        self._mirrors: list[Mirror[Any]] = []
 
     async def load(self) -> None:
-        """Read the devices of this node and follow the cuts of all."""
-        self._holds = {
-            key.removeprefix(f"{self._node}."): entry
-            for key, entry in (await self._store.devices.list(f"{self._node}.")).items()
-        }
-        self._mirror = await self._store.cuts.mirror(on_change=self._on_cut)
+        """Follow the devices of this node and the cuts of all."""
+        self._mirrors.append(await self._store.devices.mirror(f"{self._node}.", on_change=self._on_hold))
+        self._mirrors.append(await self._store.cuts.mirror(on_change=self._on_cut))
 
     async def close(self) -> None:
-        if self._mirror is not None:
-            await self._mirror.close()
+        for mirror in self._mirrors:
+            await mirror.close()
 
     @property
     def holds(self) -> dict[str, str]:
@@ -195,9 +194,18 @@ class Claims:
         except Conflict:
             standing = await self._store.devices.get(key)
             if standing is not None:
-                self._holds[device] = Entry(key, standing.value, standing.revision)
+                self._on_hold(key, standing)
             raise
-        self._holds[device] = Entry(key, hold, revision)
+        self._on_hold(key, Entry(key, hold, revision))
+
+    def _on_hold(self, key: str, entry: Entry[DeviceHold] | None) -> None:
+        device = key.removeprefix(f"{self._node}.")
+        known = self._holds.get(device)
+        if entry is None:
+            self._holds.pop(device, None)
+        elif known is None or entry.revision > known.revision:
+            self._holds[device] = entry
+        self._wake()
 
     def _on_cut(self, key: str, entry: Entry[CutRecord] | None) -> None:
         if entry is not None:

@@ -46,7 +46,7 @@ class NodeJudge:
         *,
         records: Mirror[NodeRecord],
         budgets: Mirror[NodeBudget],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         self._bus = bus
         self._environment = environment

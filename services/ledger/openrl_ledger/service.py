@@ -104,7 +104,7 @@ class Ledger:
         """The judge of this replica's view of the nodes, once started."""
         return NodeJudge(
             self._bus, self.environment, self.drive, policy, registry,
-            records=self._mirrors[Table.NODES], budgets=self._mirrors[Table.BUDGETS],
+            records=self._mirrors[Table.NODES], budgets=self._mirrors[Table.BUDGETS], clock=time.monotonic,
         )  # fmt: skip
 
     async def drive(self, steps: Steps[T]) -> T:
