@@ -116,6 +116,7 @@ class MemoryBus(Bus):
         self.server = server
         self.name = name
         self.killed = False
+        self.cut_off = False
         self.context = contextvars.copy_context()
         self.jetstream = _JetStream(self)  # type: ignore[assignment]
         self.store = MemoryStore(self)
@@ -129,7 +130,12 @@ class MemoryBus(Bus):
 
     @property
     def connected(self) -> bool:
-        return self.server.up and not self.killed
+        return self.server.up and not self.killed and not self.cut_off
+
+    def reconnect(self) -> None:
+        """After a time in which it was ``cut_off``: whatever follows the server reads again from where it was."""
+        self.cut_off = False
+        self.server.lose_watchers(self)
 
     def kill(self) -> None:
         """Its process is gone, without a word."""
@@ -290,10 +296,12 @@ class MemoryBus(Bus):
 
         served = (self, on_message)
         self.server.core.setdefault(subject, []).append(served)
+        self.server.listened = self.server.wildcards()
 
         async def unsubscribe() -> None:
             with contextlib.suppress(ValueError):
                 self.server.core[subject].remove(served)
+            self.server.listened = self.server.wildcards()
 
         return unsubscribe
 

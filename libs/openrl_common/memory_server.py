@@ -108,7 +108,7 @@ def _expression(patterns: tuple[str, ...]) -> Callable[[str], object]:
     return re.compile("|".join(each)).fullmatch
 
 
-@dataclass
+@dataclass(eq=False)
 class Watcher:
     """A live reader of a stream: a mirror or a tail. ``on_lost``: it has to read again from its own position."""
 
@@ -325,11 +325,20 @@ class MemoryServer:
         }
         self.payloads: dict[str, bytes] = {}
         self.core: dict[str, list[tuple[MemoryBus, Any]]] = {}
+        self.listened = self.wildcards()
 
     # --- what a client asks ------------------------------------------------------------------------------------
 
     def publish(self, subject: str, data: bytes, headers: dict[str, str]) -> tuple[int, bool]:
+        for wanted, served in self.listened:  # also core subscribers hear what a stream takes
+            if wanted(subject):
+                for bus, callback in served:
+                    self.network.push(bus, "core", callback, data, headers)
         return self._stream_of(subject).store(subject, data, headers, self.network)
+
+    def wildcards(self) -> list[tuple[Callable[[str], object], list[tuple[MemoryBus, Any]]]]:
+        """Core subscriptions with wildcards: they listen to events."""
+        return [(_expression((subject,)), served) for subject, served in self.core.items() if served and "*" in subject]
 
     def last(self, stream: str, pattern: str) -> Stored:
         kept = self.streams[stream]
@@ -374,13 +383,19 @@ class MemoryServer:
 
     def start(self) -> None:
         self.up = True
+        self.lose_watchers(None)
         for stream in self.streams.values():
-            lost, stream.watchers = stream.watchers, []
+            for consumer in stream.consumers.values():
+                consumer.dispatch()
+
+    def lose_watchers(self, of: MemoryBus | None) -> None:
+        """Every live reader of one bus, or of all, has to read again."""
+        for stream in self.streams.values():
+            lost = [watcher for watcher in stream.watchers if of is None or watcher.bus is of]
+            stream.watchers = [watcher for watcher in stream.watchers if watcher not in lost]
             for watcher in lost:
                 watcher.closed = True
                 watcher.on_lost()
-            for consumer in stream.consumers.values():
-                consumer.dispatch()
 
     def disconnect(self, bus: MemoryBus) -> None:
         """The other end is gone. What it had in hand is delivered again after its ack wait."""
@@ -390,6 +405,7 @@ class MemoryServer:
                 consumer.members = [member for member in consumer.members if member.bus is not bus]
         for subject, served in list(self.core.items()):
             self.core[subject] = [each for each in served if each[0] is not bus]
+        self.listened = self.wildcards()
 
     def _stream_of(self, subject: str) -> Stream:
         stream = self._of_prefix.get(subject[: subject.find(".", subject.find(".") + 1)])

@@ -13,6 +13,7 @@ import msgspec
 
 from openrl_common.events import EVENT_DECODER, WorkerGone
 from openrl_common.memory_server import MemoryServer, Stored, Stream
+from openrl_common.quantities import GIB
 from openrl_common.records import (
     ClaimRecord,
     ClaimState,
@@ -27,6 +28,7 @@ from openrl_common.records import (
     ReadyRecord,
     SeatRecord,
     SeatState,
+    TurnRecord,
     WorkerRecord,
     WorkloadRecord,
 )
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from simulation.machines import Worker
     from simulation.world import World
 
+RESERVE_BYTES = GIB
+"""Device memory that co-resident workers leave free."""
 KINDS: dict[str, type[Any]] = {
     "$KV.openrl_ledger.seat.": SeatRecord,
     "$KV.openrl_ledger.claim.": ClaimRecord,
@@ -47,6 +51,7 @@ KINDS: dict[str, type[Any]] = {
     "$KV.openrl_jobs.": JobRecord,
     "$KV.openrl_workers.": WorkerRecord,
     "$KV.openrl_ready.": ReadyRecord,
+    "$KV.openrl_turns.": TurnRecord,
 }
 _DECODERS = {root: msgspec.json.Decoder(kind) for root, kind in KINDS.items()}
 
@@ -148,6 +153,16 @@ class Invariants:
                     return each
         return None
 
+    def _at_work(self, assignment: str) -> Worker | None:
+        """The process of an assignment, unless its node was lost and it cannot be at work any more (F3)."""
+        found = self._process_of(assignment)
+        return None if found is None or self._fenced_by_loss(found) else found
+
+    def _fenced_by_loss(self, worker: Worker) -> bool:
+        lease = self.truth.lease(worker.launch.assignment)
+        lost = lease is not None and lease.state is LeaseState.TOMBSTONE and lease.why.endswith(" is lost")
+        return lost and not worker.could_touch()
+
     # --- the ledger's keys ----------------------------------------------------------------------------------------
 
     def _seat(self, workload: str, before: SeatRecord | None, after: SeatRecord | None) -> None:
@@ -160,7 +175,7 @@ class Invariants:
         had = before.state is not SeatState.EMPTY
         if had and (after.state is SeatState.EMPTY or after.assignment != before.assignment):
             self._expect(
-                self._process_of(before.assignment) is None,
+                self._at_work(before.assignment) is None,
                 f"seat {workload} left {before.assignment} whose process still runs (invariant 6)",
             )
         if after.state is SeatState.EMPTY and had:
@@ -206,7 +221,7 @@ class Invariants:
             seat = self.truth.seat(entry.workload)
             names = seat.assignment == assignment and seat.claim == claim_id
             self._expect(
-                self._process_of(assignment) is None,
+                self._at_work(assignment) is None,
                 f"claim {claim_id} let {assignment} go while its process runs (invariant 6)",
             )
             lease = self.truth.lease(assignment)
@@ -284,6 +299,10 @@ class Invariants:
         self._expect(after is not None, f"lease {assignment} was deleted")
         if before is not None and after is not None and before.state is LeaseState.TOMBSTONE:
             self._expect(after.state is LeaseState.TOMBSTONE, f"lease {assignment} rose from its tombstone (B7)")
+        elif after is not None and after.found == "lapsed":
+            holder = self._process_of(assignment)
+            held = holder is not None and holder.context is not None and holder.context.lease_held
+            self._expect(not held, f"lease {assignment} was taken for lapsed while its holder holds it (E13, F3)")
 
     def _cut(self, claim_id: str, before: CutRecord | None, after: CutRecord | None) -> None:
         if after is None:
@@ -321,7 +340,7 @@ class Invariants:
             for each in machine.alive():
                 elsewhere = bool(node) and (machine.node != node or device not in each.launch.devices)
                 self._expect(
-                    elsewhere or self.claim_of(each) != claim_id,
+                    elsewhere or each.claim != claim_id,
                     f"{what} while worker {each.launch.assignment} runs on it (invariant 5)",
                 )
 
@@ -353,10 +372,12 @@ class Invariants:
             for each in machine.alive():
                 self._expect(each.launch.assignment != launch.assignment, f"{launch.assignment} has two processes (B1)")
                 self._expect(
-                    each.launch.workload != launch.workload, f"workload {launch.workload} runs twice (invariant 1)"
+                    each.launch.workload != launch.workload or self._fenced_by_loss(each),
+                    f"workload {launch.workload} runs twice (invariant 1)",
                 )
         lease = self.truth.lease(launch.assignment)
         self._expect(lease is not None, f"{launch.assignment} was started without a lease: no start gate (B7)")
+        started.claim = self.claim_of(started)
         self._backed(started, "was started")
 
     def worker_touches(self, started: Worker) -> None:
@@ -367,6 +388,37 @@ class Invariants:
             f"{started.launch.assignment} touches the device without a live lease",
         )
         self._backed(started, "touches the device")
+
+    def worker_enters(self, worker: Worker) -> None:
+        """T2, T4: it comes to the device in its turn, and those whose memory is there fit together."""
+        context, launch = worker.context, worker.launch
+        assert context is not None
+        assert context.turns is not None
+        lease = self.truth.lease(launch.assignment)
+        if lease is None or lease.state is LeaseState.TOMBSTONE:
+            return  # fenced this very moment
+        self._expect(context.lease_held, f"{launch.assignment} touches its device although its lease lapsed (B5, B7)")
+        worker.resident = True
+        if not context.turns.on:
+            return
+        record: TurnRecord = self.truth.one("$KV.openrl_turns.", worker.claim) or TurnRecord()
+        residency = record.residents.get(launch.assignment)
+        self._expect(
+            residency is not None and residency.epoch == context.turns._epoch,
+            f"{launch.assignment} touches its device under an epoch that is not its own now (T4)",
+        )
+        claim = self.truth.claim(worker.claim)
+        there = [
+            each
+            for each in self._world.machines[worker.node].alive()
+            if each.claim == worker.claim and each.resident and not self._fenced_by_loss(each)
+        ]
+        if claim is not None and len(there) > 1:
+            declared = sum(each.launch.device_bytes for each in there)
+            self._expect(
+                self._world.plan.coresidency and declared <= claim.device_bytes - RESERVE_BYTES,
+                f"{len(there)} workers are on the device of claim {worker.claim} and do not fit together (T2)",
+            )
 
     def _backed(self, started: Worker, what: str) -> None:
         launch = started.launch

@@ -8,9 +8,11 @@ them, go live and renew their lease with the code of ``openrl_common.worker``, a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import itertools
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -18,12 +20,15 @@ from random import Random
 from typing import TYPE_CHECKING, Any, cast
 
 from nats.js.errors import APIError
+from prometheus_client import CollectorRegistry
 
 from openrl_common import worker
 from openrl_common.errors import Transient
+from openrl_common.liveness import LEASE_S
 from openrl_common.memory import MemoryBus
 from openrl_common.memory_server import Network
-from openrl_common.records import Device, ReadyRecord, WorkloadRecord
+from openrl_common.records import Device
+from openrl_common.turns import Moved, Turns
 from openrl_launcher.backend import Inventory, Launch
 from openrl_launcher.backend import Process as Handle
 from simulation.virtual_time import PROCESS
@@ -32,14 +37,19 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 _REAP_ROUNDS_MAX = 100
+BOUNDARY_S = 0.3
+"""A worker at work comes to a safe boundary at least this often."""
 
 
 class Process:
     """One operating-system process: a bus and the tasks that were started in its context."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World, name: str, node: str = "") -> None:
+        """``node``: the machine whose network it uses; control services have one of their own."""
         self.world = world
         self.name = name
+        self.node = node
+        self.id = f"{name}/{world.num_started}"
         self.alive = True
         self.killed_at_s = 0.0
         self.skew_s = 0.0
@@ -49,6 +59,7 @@ class Process:
         context.run(PROCESS.set, self)
         self._context = context
         self.bus: MemoryBus = context.run(MemoryBus, world.server, name)
+        self.bus.cut_off = node in world.cut_off
         self.main: asyncio.Task[None] | None = None
 
     def own(self, task: asyncio.Task[Any]) -> None:
@@ -139,6 +150,9 @@ class SimulatedNetwork(Network):
         return (3.0 if draw < weather.very_slow else 0.06) * self._draw()
 
     def ask(self, bus: MemoryBus, apply: Callable[[], Any], answer: asyncio.Future[Any], timeout_s: float) -> None:
+        if bus.cut_off:
+            self._keep(bus, apply, answer, timeout_s, Fate.ARRIVES)
+            return
         fate = Fate.ARRIVES if self.weather is CALM else self.weather.fate(self._draw())
         delay_s = self.delay_s()
         if fate is not Fate.ARRIVES:
@@ -154,9 +168,7 @@ class SimulatedNetwork(Network):
     ) -> None:
         server = bus.server
         if not server.up:
-            if self._draw() < 0.5:  # the client keeps what it could not send and sends it after the reconnect
-                self._backlog.append((bus, apply, answer, timeout_s, fate))
-            self.post(timeout_s, self._answer, bus, answer, None, TimeoutError())
+            self._keep(bus, apply, answer, timeout_s, fate)
             return
         if bus.killed and self._world.is_over(bus):
             return
@@ -174,8 +186,18 @@ class SimulatedNetwork(Network):
         if fate is Fate.ARRIVES:
             self.post(self.delay_s(), self._answer, bus, answer, result, refused)
 
+    def _keep(self, bus: MemoryBus, *request: Any) -> None:
+        """Not connected: a client keeps some of what it could not send, and sends it after the reconnect."""
+        _, answer, timeout_s, _ = request
+        if self._draw() < 0.5:
+            self._backlog.append((bus, *request))
+        self.post(timeout_s, self._answer, bus, answer, None, TimeoutError())
+
     def _answer(self, bus: MemoryBus, answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
         if bus.killed or answer.done():
+            return
+        if bus.cut_off and not isinstance(error, TimeoutError):
+            self.post(1.0, self._answer, bus, answer, None, TimeoutError())
             return
         wait_s = self._world.stalled_for_s(bus) if self._world.stalls else 0.0
         if wait_s > 0:
@@ -186,7 +208,7 @@ class SimulatedNetwork(Network):
             answer.set_exception(error)
 
     def tell(self, bus: MemoryBus, call: Callable[..., object], *arguments: Any) -> None:
-        if self._draw() >= self.weather.ack_lost:
+        if self._draw() >= self.weather.ack_lost and not bus.cut_off:
             self.post(self.delay_s(), self._told, bus, call, arguments)
 
     def _told(self, bus: MemoryBus, call: Callable[..., object], arguments: tuple[Any, ...]) -> None:
@@ -200,13 +222,16 @@ class SimulatedNetwork(Network):
                 delay_s = 4.0 * self._draw()
         elif kind == "message":
             if self._draw() < self.weather.delivery_lost:
+                call.__self__.in_hand -= 1  # type: ignore[attr-defined]  # its member waits for the next one
                 return
             if self._draw() < self.weather.delivered_twice:
                 self.post(2.0 * self._draw(), self._pushed, bus, call, arguments, True)
         self.post(delay_s, self._pushed, bus, call, arguments, kind == "message")
 
     def _pushed(self, bus: MemoryBus, call: Callable[..., object], arguments: tuple[Any, ...], count: bool) -> None:
-        if bus.killed:
+        if bus.killed or bus.cut_off:
+            if count and bus.cut_off:
+                call.__self__.in_hand -= 1  # type: ignore[attr-defined]
             return
         wait_s = self._world.stalled_for_s(bus) if self._world.stalls else 0.0
         if wait_s > 0:
@@ -217,10 +242,16 @@ class SimulatedNetwork(Network):
             self._world.note(f"{bus.name:12} <- {arguments[0].subject} #{arguments[0].seq} delivery {arguments[1]}")
         call(*arguments)
 
-    def server_is_back(self) -> None:
+    def connected_again(self, buses: list[MemoryBus]) -> None:
+        """What these had kept is sent now."""
+        for bus in buses:
+            bus.reconnects += 1
         backlog, self._backlog = self._backlog, []
         for request in backlog:
-            self.post(self.delay_s(), self._arrive_at, *request)
+            if request[0] in buses:
+                self.post(self.delay_s(), self._arrive_at, *request)
+            else:
+                self._backlog.append(request)
 
 
 @dataclass
@@ -234,7 +265,14 @@ class Worker:
     started_at: float
     parent: Process | None
     ignores_sigterm: bool
-    touching: bool = False
+    claim: str = ""
+    context: worker.WorkerContext | None = None
+    """Once it is live."""
+    resident: bool = False
+    """Its memory is on the device."""
+    working: bool = False
+    """It uses the device this moment."""
+    hung: bool = False
     exit_code: int | None = None
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
     sigterm: asyncio.Event = field(default_factory=asyncio.Event)
@@ -242,6 +280,29 @@ class Worker:
     @property
     def alive(self) -> bool:
         return self.exit_code is None
+
+    @property
+    def touching(self) -> bool:
+        return self.alive and self.context is not None
+
+    @contextlib.asynccontextmanager
+    async def at_work(self) -> AsyncIterator[None]:
+        self.working = True
+        try:
+            yield
+        finally:
+            self.working = False
+
+    def could_touch(self) -> bool:
+        """Whether it may be on the device now or later, although its lease is a tombstone that found it lapsed.
+
+        Not one that never went live, and not one that knows that its lease has lapsed, once it came to a boundary (B7).
+        One that hangs comes to none; on a lost node nobody can stop it, and B4 keeps its device from everybody else.
+        """
+        if self.context is None or self.hung:
+            return False
+        late_s = time.monotonic() - self.context.renewed_at - LEASE_S
+        return late_s < 0 or (self.working and late_s > BOUNDARY_S + 0.01)
 
 
 class Machine:
@@ -269,7 +330,7 @@ class Machine:
             worker_process.exit_code = exit_code
             if self._random.random() < self._world.plan.leak:
                 self._leaky.update(worker_process.launch.devices)
-            worker_process.touching = False
+            worker_process.resident = worker_process.working = False
             worker_process.process.kill()
             for waiter in worker_process.waiters:
                 if not waiter.done():
@@ -289,7 +350,7 @@ class Machine:
         if not parent.alive:
             raise asyncio.CancelledError
         self._world.note(f"launch {launch.assignment} of {launch.workload}")
-        process = Process(self._world, f"worker-{launch.assignment}")
+        process = Process(self._world, f"worker-{launch.assignment}", self.node)
         started = Worker(
             pid=next(self._pids),
             launch=launch,
@@ -341,39 +402,85 @@ class Machine:
             code = await self._life(this, bus)
         except Transient:
             code = 5
+        except Exception as error:
+            self._world.violation(f"worker {this.launch.assignment} failed: {error!r}")
+            code = 1
         self.end(this, code)
 
     async def _life(self, this: Worker, bus: MemoryBus) -> int:
-        """Import, go live, load, be ready, work until fenced, told to end, or something breaks."""
+        """As ``openrl_common.worker._work``: import, go live, work in turns until fenced, told to end, or broken."""
         draw = self._random.random
         told = self._world.loop.create_task(this.sigterm.wait(), context=bus.context)
         await asyncio.sleep(0.02 + 0.5 * draw())
+        workload = await worker._record(bus.store, this.launch.workload, this.launch.assignment)
+        if workload is None:
+            return 1
         context = worker.WorkerContext(
             service=cast(Any, None),
             bus=bus,
             store=bus.store,
-            workload=cast(WorkloadRecord, None),
+            workload=workload,
             assignment=this.launch.assignment,
             node=self.node,
             home=Path("."),
             device_bytes=this.launch.device_bytes,
             stopping=bus.stopping,
+            renewed_at=time.monotonic(),
         )
         revision = await worker._go_live(context, wait_s=0.0)
         if revision is None:
             return 0
-        this.touching = True
+        this.context = context
         self._world.invariants.worker_touches(this)
+        with contextlib.suppress(Transient):
+            await context.publish_phases()
         renewing = asyncio.create_task(worker._renew(context, revision))
-        await asyncio.wait({renewing, told}, timeout=0.1 + draw(), return_when=asyncio.FIRST_COMPLETED)
-        if not renewing.done() and not told.done():
-            ready = ReadyRecord(assignment=this.launch.assignment, workload=this.launch.workload, ready=True)
-            await bus.store.ready.put(this.launch.assignment, ready)
+        context.turns = Turns(context, CollectorRegistry())
+        working = asyncio.create_task(worker._with_turns(context, context.turns, lambda _: self._main(this, context)))
         life_s = self._world.worker_life_s(this)
-        await asyncio.wait({renewing, told}, timeout=life_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({renewing, working, told}, timeout=life_s, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
         if told.done() and this.ignores_sigterm:
             await asyncio.wait({renewing})
-        if told.done():
+        if not told.done() and not renewing.done():
+            return 1
+        bus.stopping.set()
+        await asyncio.wait({working}, timeout=0.5 if told.done() else 5.0)
+        return 0
+
+    async def _main(self, this: Worker, context: worker.WorkerContext) -> None:
+        """Load, be ready, then work now and then, always within a turn and with boundaries (T1-T6)."""
+        draw, plan = self._random.random, self._world.plan
+
+        async def park() -> Moved:
             await asyncio.sleep(0.2 * draw())
-            return 0
-        return 0 if renewing.done() else 1
+            this.resident = False
+            return Moved(this.launch.device_bytes, 0.1)
+
+        async def resume() -> Moved:
+            self._world.invariants.worker_enters(this)
+            await asyncio.sleep(0.2 * draw())
+            return Moved(this.launch.device_bytes, 0.1)
+
+        context.movers(park, resume)
+        async with context.turn(), this.at_work():
+            self._world.invariants.worker_enters(this)
+            await asyncio.sleep(0.1 + draw())
+        await context.ready()
+        while plan.works and not context.stopping.is_set():
+            await asyncio.wait({asyncio.ensure_future(context.stopping.wait())}, timeout=self._world.idle_s())
+            if context.stopping.is_set():
+                return
+            async with context.turn(), this.at_work():
+                self._world.invariants.worker_enters(this)
+                if self._world.hangs():
+                    this.hung = True
+                    await asyncio.sleep(1e9)
+                for _ in range(1 + int(4 * draw())):
+                    await asyncio.sleep(BOUNDARY_S * draw())
+                    this.working = False
+                    await context.boundary()
+                    this.working = True
+                    self._world.invariants.worker_enters(this)
+        await context.stopping.wait()

@@ -39,7 +39,7 @@ class JobPlan:
 
 @dataclass(frozen=True)
 class Fault:
-    """``what``: kill, stop, outage, stall, power-off, skew. ``whom`` a process name, where it takes one."""
+    """``what``: kill, stop, outage, stall, power-off, cut-off. ``whom``: a process, or a node for the last two."""
 
     what: str
     at_s: float
@@ -57,6 +57,7 @@ class Plan:
     lora_jobs_per_runtime: int
     lora_idle_s: float
     num_ledgers: int
+    num_placements: int
     duplicate_window_s: float
     nodes: tuple[NodePlan, ...]
     jobs: tuple[JobPlan, ...]
@@ -64,6 +65,12 @@ class Plan:
     weather: Weather
     worker_failure: float
     restarts_max: int
+    works: bool = False
+    """Workers work in turns on their devices (T1-T6); else they only hold their seats."""
+    coresidency: bool = True
+    max_turn_s: float = 3.0
+    hangs: float = 0.0
+    """Probability that a piece of work never ends (T3: fenced once somebody waits)."""
     leak: float = 0.0
     """Probability that a worker's end leaves device memory behind (B4: quarantine)."""
     skews_s: dict[str, float] = field(default_factory=dict)
@@ -72,11 +79,13 @@ class Plan:
 def draw_plan(seed: int) -> Plan:
     """The plan of a seed: at least eight workloads and one crash."""
     random = Random(f"plan {seed}")
-    nodes = tuple(_node(random) for _ in range(random.choice((1, 1, 2))))
+    nodes = tuple(_node(random) for _ in range(random.choice((1, 2, 2))))
     largest = max(size for node in nodes for size in node.devices)
     num_ledgers = random.choice((1, 2, 2, 3))
+    num_placements = random.choice((1, 1, 2))
     services = [f"ledger-{index}" for index in range(num_ledgers)]
-    services += ["placement"] + [f"launcher-n{index}" for index in range(len(nodes))]
+    services += [f"placement-{index}" for index in range(num_placements)]
+    services += [f"launcher-n{index}" for index in range(len(nodes))]
     timeout_s = random.choice((0.0, 0.0, 900.0, 900.0, 15.0))
     return Plan(
         seed=seed,
@@ -87,6 +96,7 @@ def draw_plan(seed: int) -> Plan:
         lora_jobs_per_runtime=random.choice((1, 2, 4)),
         lora_idle_s=random.choice((0.5, 3.0)),
         num_ledgers=num_ledgers,
+        num_placements=num_placements,
         duplicate_window_s=random.choice((120.0, 120.0, 1.0)),
         nodes=nodes,
         jobs=_jobs(random, largest),
@@ -95,6 +105,10 @@ def draw_plan(seed: int) -> Plan:
         worker_failure=random.choice((0.0, 0.1, 0.3)),
         restarts_max=random.choice((0, 1, 3)),
         leak=random.choice((0.0, 0.0, 0.0, 0.0, 0.1)),
+        works=random.random() < 0.4,
+        coresidency=random.random() < 0.5,
+        max_turn_s=random.choice((1.0, 3.0, 8.0)),
+        hangs=random.choice((0.0, 0.0, 0.02, 0.1)),
         skews_s={name: random.uniform(-5.0, 5.0) for name in services if random.random() < 0.3},
     )
 
@@ -143,16 +157,18 @@ def _faults(random: Random, services: list[str], num_nodes: int) -> tuple[Fault,
     for _ in range(random.randint(1, 5)):
         at_s = random.uniform(0.5, FAULT_PHASE_S)
         kind = random.random()
-        if kind < 0.5:
+        if kind < 0.45:
             faults.append(Fault("kill", at_s, random.choice(services)))
-        elif kind < 0.6:
+        elif kind < 0.55:
             faults.append(Fault("stop", at_s, random.choice(services)))
-        elif kind < 0.75:
+        elif kind < 0.68:
             faults.append(Fault("stall", at_s, random.choice(services), random.choice((0.3, 2.0, 5.0, 12.0))))
-        elif kind < 0.9:
+        elif kind < 0.8:
             faults.append(Fault("outage", at_s, lasts_s=random.choice((0.3, 2.0, 5.0, 25.0))))
-        else:
-            faults.append(Fault("power-off", at_s, f"n{random.randrange(num_nodes)}", random.uniform(0.5, 6.0)))
+        else:  # the longer ones lose the node (F3)
+            what, node = random.choice(("power-off", "cut-off")), f"n{random.randrange(num_nodes)}"
+            lasts_s = random.choice((random.uniform(0.5, 6.0), random.uniform(15.0, 40.0)))
+            faults.append(Fault(what, at_s, node, lasts_s))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 

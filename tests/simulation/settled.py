@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from openrl_common.quantities import GIB
 from openrl_common.records import (
     ClaimRecord,
     ClaimState,
@@ -19,14 +18,19 @@ from openrl_common.records import (
     Reason,
     SeatState,
     Shape,
+    Standing,
     WorkloadPhase,
     WorkloadRecord,
 )
 from openrl_common.seating import accepts_role, host_refusal, join_refusal
+from simulation.virtual_time import EPOCH
 
 if TYPE_CHECKING:
     from simulation.world import World
 
+_SKEW_S = 5.0
+_YIELD_S = 10.0
+"""A worker asked to leave has left, or was fenced and is gone, within this time."""
 _ENDED = (WorkloadPhase.FINISHED, WorkloadPhase.FAILED)
 _HIGHEST = (Reason.IMPOSSIBLE, Reason.ROLE_NOT_ACCEPTED)
 
@@ -51,7 +55,20 @@ class Settled:
             else:
                 found.append(f"{record.workload} is {record.phase} {record.reason or ''}")
         found += [f"job {job.job} is {job.phase}" for job in self._truth.jobs().values() if not self._at_rest(job)]
-        return found + self._disagreements()
+        return found + self._disagreements() + self._starved()
+
+    def _starved(self) -> list[str]:
+        """T3: nobody waits for a device longer than everybody else's turn takes."""
+        now = EPOCH + self._world.loop.now_s
+        found = []
+        for claim, record in self._truth.all("$KV.openrl_turns.").items():
+            longest_s = (len(record.residents) + len(record.waiting)) * (self._world.plan.max_turn_s + _YIELD_S)
+            found += [
+                f"{assignment} waits for the device of {claim} since {now - since:.0f} s"
+                for assignment, since in record.waiting.items()
+                if now - since > longest_s + _SKEW_S
+            ]
+        return found
 
     def _at_rest(self, job: JobRecord) -> bool:
         return job.phase.ended or job.phase in (JobPhase.ADMITTED, JobPhase.READY)
@@ -70,17 +87,24 @@ class Settled:
 
     def _waits(self, record: WorkloadRecord) -> list[str]:
         name, shape, reason = record.workload, record.shape, record.reason
-        room = [claim_id for claim_id, claim in self._truth.claims().items() if self._would_take(claim, shape)]
+        room = [
+            claim_id
+            for claim_id, claim in self._truth.claims().items()
+            if self._would_take(claim, shape) and not self._avoids(record, claim_id, claim.node)
+        ]
         if room:
             return [f"{name} waits ({reason}) although claim {room[0]} would take it"]
         if record.claim and self._truth.claim(record.claim) is None:
             return [f"{name} waits on claim {record.claim}, which does not exist"]
-        free = self._free_device(shape)
+        free = self._free_device(record)
         if free:
             return [f"{name} waits ({reason}) although {free} is free"]
         if reason is Reason.WAITING_FOR_SEAT:
             limit = self._world.plan.limit
-            full = any(self._would_take(claim, shape, limit=0) for claim in self._truth.claims().values())
+            full = any(
+                self._would_take(claim, shape, limit=0) and not self._avoids(record, claim_id, claim.node)
+                for claim_id, claim in self._truth.claims().items()
+            )
             return [] if limit and full else [f"{name} says WaitingForSeat, but no claim is full for it"]
         if reason is Reason.WAITING_FOR_DEVICE:
             return [] if self._nodes_for(shape) else [f"{name} says WaitingForDevice, but no node could hold it"]
@@ -107,22 +131,37 @@ class Settled:
         return (
             claim.state is ClaimState.ALLOCATED
             and node is not None
+            and self._standing(claim.node) is Standing.LIVE
             and accepts_role(node, shape.role)
             and join_refusal(claim, shape, limit) == ""
             and host_refusal(node, self._host_used(node.node), shape.host_bytes) == ""
         )
 
-    def _free_device(self, shape: Shape) -> str:
-        """A device that a claim founded for this shape would get."""
-        holds = self._truth.holds()
-        sizes = {_size_gib(node) for node in self._nodes_for(shape)}  # P2: the smallest device is the node's size
+    def _avoids(self, record: WorkloadRecord, claim: str, node: str) -> bool:
+        """P13, by the clock of whoever asks: an avoidance that ends about now counts as both."""
+        now = EPOCH + self._world.loop.now_s
+        return any(
+            avoid.until > now - _SKEW_S and (avoid.claim == claim or (avoid.node != "" and avoid.node == node))
+            for avoid in record.avoid
+        )
+
+    def _standing(self, node: str) -> Standing:
+        budget = self._truth.budgets().get(node)
+        return Standing.LIVE if budget is None else budget.standing
+
+    def _free_device(self, record: WorkloadRecord) -> str:
+        """A device that a claim founded for this workload would get."""
+        shape, holds = record.shape, self._truth.holds()
         for node in self._nodes_for(shape):
-            if host_refusal(node, self._host_used(node.node), shape.host_bytes):
+            if (
+                host_refusal(node, self._host_used(node.node), shape.host_bytes)
+                or self._standing(node.node) is not Standing.LIVE
+                or self._avoids(record, "-", node.node)
+            ):
                 continue
             for device in node.devices:
                 hold = holds.get(f"{node.node}.{device.device}")
-                cut_for = any(shape.device_bytes <= device.memory_bytes <= size * GIB for size in sizes)
-                if cut_for and (hold is None or not hold.claim):
+                if shape.device_bytes <= device.memory_bytes and (hold is None or not hold.claim):
                     return f"device {device.device} of {node.node}"
         return ""
 
@@ -204,6 +243,8 @@ class Settled:
                 found.append(f"device {key} is held for {hold.claim}")
         for machine in self._world.machines.values():
             found += [f"worker {each.launch.assignment} runs" for each in machine.alive()]
+        turns = self._truth.all("$KV.openrl_turns.").items()
+        found += [f"turns of claim {key} are left" for key, each in turns if each.residents or each.waiting]
         events = self._world.server.streams["OPENRL_EVENTS"]
         found += [f"consumer {name} is behind" for name, each in events.consumers.items() if not each.idle]
         letters = self._world.server.streams["OPENRL_DLQ"].messages
@@ -265,12 +306,8 @@ class Settled:
         return found
 
 
-def _size_gib(node: NodeRecord) -> int:
-    return -(-min(device.memory_bytes for device in node.devices) // GIB)
-
-
 def _could_hold(node: NodeRecord, shape: Shape) -> bool:
     return (
-        min(device.memory_bytes for device in node.devices) >= shape.device_bytes
+        max(device.memory_bytes for device in node.devices) >= shape.device_bytes
         and host_refusal(node, 0, shape.host_bytes) == ""
     )

@@ -23,8 +23,9 @@ import openrl_launcher.service
 import openrl_ledger.nodes_service
 import openrl_placement.service
 from openrl_common import service
-from openrl_common.errors import OpenRLError, Transient
+from openrl_common.errors import OpenRLError, Rejected, Transient
 from openrl_common.events import EVENT_DECODER, JobCancelled, JobFinished, JobSubmitted
+from openrl_common.liveness import BEATS_MISSED_MAX
 from openrl_common.memory import MemoryBus
 from openrl_common.memory_server import MemoryServer, Stored, Stream
 from openrl_common.quantities import GIB
@@ -39,7 +40,7 @@ from openrl_ledger.service import serve as serve_ledger
 from openrl_placement.estimator import Model
 from openrl_placement.service import PlacementSettings
 from openrl_placement.service import serve as serve_placement
-from simulation.invariants import Invariants
+from simulation.invariants import RESERVE_BYTES, Invariants
 from simulation.machines import CALM, Machine, Process, SimulatedNetwork, Worker
 from simulation.plan import FAULT_PHASE_S, Fault, JobPlan, Plan
 from simulation.settled import Settled
@@ -59,8 +60,10 @@ _BASE: dict[str, Any] = {
 }  # fmt: skip
 
 
-# Three missed beats, which are longer here (``hurried``).
-_NODE_POLICY = NodePolicy(suspect_after_s=65.0, watch_after_s=45.0)
+_BEAT_S = 4.0
+_NODE_POLICY = NodePolicy(
+    suspect_after_s=BEATS_MISSED_MAX * _BEAT_S + 0.5, watch_after_s=_BEAT_S + 0.2, start_lapse_s=20.0
+)
 
 
 class Violated(Exception):
@@ -104,7 +107,9 @@ class World:
         self.truth = self.invariants.truth
         self.processes: dict[str, Process] = {}
         self.machines: dict[str, Machine] = {}
-        self._dark: set[str] = set()
+        self._dark: dict[str, float] = {}
+        self.cut_off: dict[str, float] = {}
+        """Nodes without power, and nodes without a network, and until when."""
         self.stalls = False
         self._healing = False
         self._told: set[str] = set()
@@ -173,10 +178,21 @@ class World:
         self.kill(process.name)
 
     def worker_life_s(self, worker: Worker) -> float:
-        """How long a worker works before something in it breaks; for ever in calm times."""
+        """How long a worker lives before something in it breaks; for ever in calm times."""
         if self._healing or self._random.random() >= self.plan.worker_failure:
             return 1e9
         return self._random.uniform(0.1, 10.0)
+
+    def is_gone(self, process_id: str) -> bool:
+        """What the process table of the machine on which all control services run would say."""
+        return not any(each.alive and each.id == process_id for each in self.processes.values())
+
+    def idle_s(self) -> float:
+        """How long a worker has nothing to do."""
+        return self._random.uniform(5.0, 15.0) if self._healing else self._random.uniform(0.1, 2.0)
+
+    def hangs(self) -> bool:
+        return not self._healing and self._random.random() < self.plan.hangs
 
     # --- processes --------------------------------------------------------------------------------------------------
 
@@ -184,10 +200,11 @@ class World:
         old = self.processes.get(name)
         if old is not None and old.alive:
             return
-        if name.removeprefix("launcher-") in self._dark:
+        node = name.removeprefix("launcher-")
+        if node in self._dark:
             return
         self.num_started += 1
-        process = self.processes[name] = Process(self, name)
+        process = self.processes[name] = Process(self, name, node)
         process.skew_s = 0.0 if self._healing else self.plan.skews_s.get(name, 0.0)
         self.note(f"start {name}")
         process.run(self._body(name))
@@ -209,7 +226,8 @@ class World:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, BaseExceptionGroup):
             error = service._root(error)
-        if error is not None and not isinstance(error, Transient):
+        taken_over = isinstance(error, Rejected) and error.code == "duty-lost"
+        if error is not None and not isinstance(error, Transient) and not taken_over:
             self.violation(f"process {process.name} failed: {error!r}{_where(error)}")
         self.note(f"process {process.name} ended: {error!r}")
         process.alive = True
@@ -223,9 +241,18 @@ class World:
             if name.startswith("ledger"):
                 await serve_ledger(
                     context,
-                    LedgerSettings(**_BASE, max_seats_per_claim=plan.limit, janitor_every_s=3.0, nodes=_NODE_POLICY),
+                    LedgerSettings(
+                        **_BASE,
+                        max_seats_per_claim=plan.limit,
+                        janitor_every_s=3.0,
+                        nodes=_NODE_POLICY,
+                        coresidency=plan.coresidency,
+                        device_reserve_bytes=RESERVE_BYTES,
+                        max_turn_s=plan.max_turn_s,
+                        turn_grace_s=2.0,
+                    ),
                 )
-            elif name == "placement":
+            elif name.startswith("placement"):
                 await serve_placement(context, self._placement_settings())
             else:
                 node = name.removeprefix("launcher-")
@@ -281,20 +308,42 @@ class World:
             self.server.stop()
             self.loop.post(fault.lasts_s, self._server_back)
         elif fault.what == "power-off":
-            self._dark.add(fault.whom)
+            self._dark[fault.whom] = max(self._dark.get(fault.whom, 0.0), self.loop.now_s + fault.lasts_s)
             self.machines[fault.whom].power_off()
             self.kill(f"launcher-{fault.whom}")
             self.loop.post(fault.lasts_s, self._power_on, fault.whom)
+        elif fault.what == "cut-off":
+            self.cut_off[fault.whom] = max(self.cut_off.get(fault.whom, 0.0), self.loop.now_s + fault.lasts_s)
+            for bus in self._buses(fault.whom):
+                bus.cut_off = True
+            self.loop.post(fault.lasts_s, self._network_is_back, fault.whom)
 
     def _server_back(self) -> None:
         if not self.server.up:
             self.note("nats is back")
             self.server.start()
-            self.network.server_is_back()
+            self.network.connected_again([bus for bus in self._buses() if not bus.cut_off])
 
     def _power_on(self, node: str) -> None:
-        self._dark.discard(node)
-        self.start(f"launcher-{node}")
+        if self.loop.now_s >= self._dark.get(node, 0.0):
+            self._dark.pop(node, None)
+            self.start(f"launcher-{node}")
+
+    def _network_is_back(self, node: str) -> None:
+        if self.loop.now_s < self.cut_off.get(node, 0.0):
+            return
+        self.note(f"node {node} is connected again")
+        self.cut_off.pop(node, None)
+        buses = self._buses(node)
+        for bus in buses:
+            bus.reconnect()
+        self.network.connected_again(buses)
+
+    def _buses(self, node: str = "") -> list[MemoryBus]:
+        """Of every process that lives, or of those on one machine."""
+        everyone = [*self.processes.values(), self.client]
+        everyone += [each.process for machine in self.machines.values() for each in machine.alive()]
+        return [each.bus for each in everyone if each.alive and (not node or each.node == node)]
 
     def _heal(self) -> None:
         if not self.num_crashes:
@@ -306,14 +355,14 @@ class World:
         for process in self.processes.values():
             process.stalled_until_s = 0.0
             process.skew_s = 0.0
-        self._dark.clear()
         for name in self._names():
             self.start(name)
 
     def _names(self) -> list[str]:
         plan = self.plan
         names = [f"ledger-{index}" for index in range(plan.num_ledgers)]
-        return names + ["placement"] + [f"launcher-n{index}" for index in range(len(plan.nodes))]
+        names += [f"placement-{index}" for index in range(plan.num_placements)]
+        return names + [f"launcher-n{index}" for index in range(len(plan.nodes))]
 
     # --- clients ----------------------------------------------------------------------------------------------------
 
@@ -431,7 +480,7 @@ class World:
         outcome = Outcome(self.plan.seed)
         errors: list[dict[str, Any]] = []
         self.loop.set_exception_handler(lambda _, context: errors.append(context))
-        with quiet(), hurried(), deterministic(self.loop, self.plan.seed):
+        with quiet(), hurried(self), deterministic(self.loop, self.plan.seed):
             asyncio.set_event_loop(self.loop)
             try:
                 self.loop.run_until_complete(self._run())
@@ -476,6 +525,14 @@ class _NoTracer:
         return contextlib.nullcontext()
 
 
+class _NoProcessTable:
+    def Process(self) -> _NoProcessTable:
+        return self
+
+    def create_time(self) -> float:
+        return 0.0
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """No logs: thousands of runs, each full of faults."""
@@ -488,20 +545,24 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hurried() -> Iterator[None]:
+def hurried(world: World) -> Iterator[None]:
     """Periods whose length is no rule are made longer: less virtual time spent on heartbeats. Models need no files."""
     replaced: list[tuple[Any, str, Any]] = [
         (openrl_common.bus, "_TRACER", _NoTracer()),
         (openrl_common.bus, "inject_context", lambda headers: None),
         (openrl_common.bus, "extract_context", lambda headers: None),
-        (openrl_common.worker, "RENEW_S", 5.0),
-        (openrl_launcher.service, "HEARTBEAT_S", 20.0),
+        (openrl_common.worker, "RENEW_S", 3.0),
+        (openrl_common.worker, "psutil", _NoProcessTable()),
+        (openrl_launcher.service, "HEARTBEAT_S", _BEAT_S),
         (openrl_launcher.service, "_PASS_GAP_S", 0.03),
         (openrl_placement.service, "read_model", lambda directory: _MODEL),
         (openrl_placement.service, "_stamp", lambda directory: 0.0),
         (openrl_placement.service, "_EARLY_END_S", 40.0),
-        (openrl_ledger.nodes_service, "LOOK_S", 5.0),
+        (openrl_ledger.nodes_service, "LOOK_S", 1.0),
         (openrl_common.duty, "DUTY_RENEW_S", 5.0),
+        (openrl_common.duty, "_LOOK_S", 0.5),
+        (openrl_placement.service, "this_process", lambda: PROCESS.get().id),
+        (openrl_placement.service, "process_is_gone", world.is_gone),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     try:
