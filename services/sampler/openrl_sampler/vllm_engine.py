@@ -84,7 +84,7 @@ class VllmEngine:
         self.max_model_len = 0
         self.vocabulary_size = 0
         self.kv_tokens_max = 0
-        self.update_method = ""
+        self.update_method = options.update_method if options.kind is JobKind.FFT else ""
         self.load_parts: dict[str, float] = {}
         self.cache_state = ""
         self._engine: Any = None
@@ -146,9 +146,8 @@ class VllmEngine:
 
         arguments = engine_arguments(self._options, self._checkpoint, on_cpu=self._on_cpu)
         started = time.perf_counter()
-        config = EngineArgs(
-            **arguments
-        ).create_engine_config()  # inspects the model's class in a process of its own, once
+        # The first time on a machine this inspects the model's class in a process of its own.
+        config = EngineArgs(**arguments).create_engine_config()
         self.load_parts["configure"] = time.perf_counter() - started
         model, options = config.model_config, self._options
         value_bytes = model.dtype.itemsize
@@ -162,13 +161,7 @@ class VllmEngine:
         )
         block = config.cache_config.block_size
         one = -(-model.max_model_len // block) * block
-        if options.kind is JobKind.FFT:
-            method = "streamed" if options.update_method == "auto" else options.update_method
-            update = update_bytes(
-                method, self._sizes, chunk_bytes=options.chunk_bytes, headroom_bytes=options.headroom_bytes
-            )
-        else:
-            update = 0
+        update = self._update_bytes() if options.kind is JobKind.FFT else 0
         total = platform.get_device_total_memory()
         config.cache_config.gpu_memory_utilization = memory_share(options.device_bytes, total, options.memory_share)
         if options.device_bytes or self._on_cpu:
@@ -182,7 +175,7 @@ class VllmEngine:
         return LLMEngine.from_vllm_config(config, disable_log_stats=True)
 
     def _prepare(self) -> None:
-        """Adapt every rank, and settle how full updates are applied."""
+        """Adapt every rank. Raises Rejected when updates cannot be applied as the seat was counted for (M3)."""
         full = self._options.kind is JobKind.FFT
         answers = self.rpc("openrl_prepare", str(self._options.model_path), full)
         if problem := next((one.problem for one in answers if one.problem), ""):
@@ -191,13 +184,11 @@ class VllmEngine:
             return
         why = next((one.not_streamable for one in answers if one.not_streamable), "")
         self._num_planned = max(1, answers[0].planned_elements)
-        wanted = self._options.update_method
-        if wanted == "streamed" and why:
+        if self.update_method == "streamed" and why:
             raise Rejected(
                 f"updates of {self._options.model_path} cannot be streamed: {why}; use --update-method reload",
                 code="bad-setting",
             )
-        self.update_method = ("reload" if why else "streamed") if wanted == "auto" else wanted
 
     def close(self) -> None:
         """Give memory and worker processes back; the engine is not used after it."""
@@ -372,13 +363,7 @@ class VllmEngine:
     def apply_full(self, job: str, record: WeightsRecord, manifest: WeightsManifest, directory: Path) -> Applied:
         started = time.perf_counter()
         layers, shapes = layers_of(record, manifest, directory, self._resident)
-        need = update_bytes(
-            self.update_method,
-            self._sizes,
-            chunk_bytes=self._options.chunk_bytes,
-            headroom_bytes=self._options.headroom_bytes,
-        )
-        check_room(need, min(self.rpc("openrl_free_bytes")), self.update_method)
+        check_room(self._update_bytes(), min(self.rpc("openrl_free_bytes")), self.update_method)
         if self.update_method == "streamed":
             peak, touched = self._stream(layers)
         else:
@@ -386,6 +371,12 @@ class VllmEngine:
         self._resident = Resident(record, shapes)
         self._engine.reset_prefix_cache(reset_running_requests=True)
         return Applied(seconds=time.perf_counter() - started, peak_extra_bytes=peak, touched_share=touched)
+
+    def _update_bytes(self) -> int:
+        options = self._options
+        return update_bytes(
+            options.update_method, self._sizes, chunk_bytes=options.chunk_bytes, headroom_bytes=options.headroom_bytes
+        )
 
     def _stream(self, layers: list[Layer]) -> tuple[int, float]:
         """Plan on every rank, then write on every rank (V13). Returns the largest peak, and the share of elements."""

@@ -53,7 +53,7 @@ class VllmOptions:
     max_num_seqs: int = 256
     max_adapters: int = 32
     adapter_slots: int = 8
-    update_method: str = "auto"
+    update_method: str = "streamed"
     chunk_bytes: int = 256 << 20
     headroom_bytes: int = 0
     memory_share: float = 0.0
