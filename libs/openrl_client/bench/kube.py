@@ -243,8 +243,7 @@ async def _openrl(
             seconds = time.monotonic() - began
             cpu = {name: round(cpu_seconds(pid) - before[name], 2) for name, pid in pids.items()}
             others_s = machine_busy_s() - busy_s - sum(cpu.values())
-            await asyncio.sleep(_SETTLE_S)  # the mirror's last writes are counted too
-            sent = _metric(system.health_ports["launcher"], "openrl_launcher_api_requests ") - sent_before
+            sent = await _settled(system.health_ports["launcher"]) - sent_before
             by_kind = _requests(system.health_ports["launcher"])
             rss = psutil.Process(system.pids["launcher"]).memory_info().rss
             claims = [
@@ -328,6 +327,15 @@ async def _fleet_is_seen(bus: Bus, num_nodes: int) -> None:
             if len(answer.nodes) >= num_nodes:
                 return
             await asyncio.sleep(0.2)
+
+
+async def _settled(port: int) -> int:
+    """Requests once no more are sent: the mirror's writes come later, and are counted."""
+    sent = -1
+    while (now := await asyncio.to_thread(_metric, port, "openrl_launcher_api_requests ")) != sent:
+        sent = now
+        await asyncio.sleep(_SETTLE_S)
+    return sent
 
 
 def _metrics(port: int) -> list[str]:

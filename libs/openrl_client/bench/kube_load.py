@@ -27,24 +27,33 @@ _STALLED_S = 120.0
 _GATE_LOOK_S = 0.05
 
 
-class _Meta(msgspec.Struct):
+class _Meta(msgspec.Struct, frozen=True):
     name: str
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
 
 
-class _Status(msgspec.Struct):
+class _Status(msgspec.Struct, frozen=True):
     phase: str = ""
 
 
-class _Pod(msgspec.Struct):
+class _Pod(msgspec.Struct, frozen=True):
     metadata: _Meta
     status: _Status = _Status()
 
 
-class _Event(msgspec.Struct):
+class _Event(msgspec.Struct, frozen=True):
     type: str
-    object: _Pod
+    object: msgspec.Raw
+
+
+class _ListMeta(msgspec.Struct, frozen=True, rename="camel"):
+    resource_version: str
+
+
+class _List(msgspec.Struct, frozen=True):
+    metadata: _ListMeta
+    items: list[_Pod]
 
 
 class Pods:
@@ -52,30 +61,40 @@ class Pods:
 
     def __init__(self, api: client.ApiClient, namespace: str) -> None:
         self._api = api
-        self._path = f"/api/v1/namespaces/{namespace}/pods"
+        self._namespace = namespace
         self._events = msgspec.json.Decoder(_Event)
+        self._lists = msgspec.json.Decoder(_List)
         self.running: dict[str, float] = {}
         self.there: set[str] = set()
         self.started: asyncio.Queue[_Pod] = asyncio.Queue()
 
     async def follow(self) -> None:
-        """From an empty namespace on, for ever."""
+        """For ever; an API server under load ends watches, so each begins with a list."""
         core = client.CoreV1Api(self._api)
-        namespace = self._path.split("/")[4]
-        answer = await core.list_namespaced_pod_without_preload_content(
-            namespace, watch=True, _request_timeout=24 * 3600
-        )
-        while line := await answer.content.readline():
-            event = self._events.decode(line)
-            name = event.object.metadata.name
-            if event.type == "DELETED":
-                self.there.discard(name)
-                continue
-            self.there.add(name)
-            if event.object.status.phase == "Running" and name not in self.running:
-                self.running[name] = time.monotonic()
-                self.started.put_nowait(event.object)
-        raise TimedOut(f"the watch of {self._path} has ended")
+        while True:
+            answer = await core.list_namespaced_pod_without_preload_content(self._namespace)
+            listed = self._lists.decode(await answer.read())
+            self.there = {pod.metadata.name for pod in listed.items}
+            for pod in listed.items:
+                self._see(pod)
+            answer = await core.list_namespaced_pod_without_preload_content(
+                self._namespace, watch=True, resource_version=listed.metadata.resource_version, _request_timeout=3600
+            )
+            while line := await answer.content.readline():
+                event = self._events.decode(line)
+                if event.type == "ERROR":
+                    break
+                pod = msgspec.json.decode(event.object, type=_Pod)
+                if event.type == "DELETED":
+                    self.there.discard(pod.metadata.name)
+                else:
+                    self.there.add(pod.metadata.name)
+                    self._see(pod)
+
+    def _see(self, pod: _Pod) -> None:
+        if pod.status.phase == "Running" and pod.metadata.name not in self.running:
+            self.running[pod.metadata.name] = time.monotonic()
+            self.started.put_nowait(pod)
 
     async def until_running(self, count: int) -> None:
         await _until(lambda: len(self.running) >= count, lambda: len(self.running))

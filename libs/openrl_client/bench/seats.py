@@ -224,7 +224,11 @@ async def _system(plan: Plan, place: StorePlace, progress: Progress) -> AsyncIte
         model = home / "model"
         model.mkdir()
         (model / "config.json").write_bytes(msgspec.json.encode(MODEL_CONFIG))
-        environment = {"OPEN_RL_MAX_SEATS_PER_CLAIM": "16", "OPEN_RL_PLACEMENT_TIMEOUT": "0", "OPEN_RL_WEDGE_GRACE": "0"}
+        environment = {
+            "OPEN_RL_MAX_SEATS_PER_CLAIM": "16",
+            "OPEN_RL_PLACEMENT_TIMEOUT": "0",
+            "OPEN_RL_WEDGE_GRACE": "0",
+        }
         async with LocalSystem(home, environment=environment, services=SERVICES) as system:
             bus = await Bus.connect(system.nats_url, name="openrl-bench")
             try:

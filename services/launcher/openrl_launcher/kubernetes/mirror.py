@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 VERSION = "openrl.io/v1alpha1"
 DELAY_S = 1.0
 FULL_PASS_S = 60.0
+WRITES_PER_S = 20.0
+"""A burst of thousands of workers is shown a little later, and each of them in fewer writes: the API server has better
+things to do meanwhile."""
 _WRITERS = 4
 _RETRY_S = 2.0
 _OVER = (WorkloadPhase.FINISHED, WorkloadPhase.FAILED)
@@ -63,6 +66,7 @@ class StatusMirror:
         self._written: dict[tuple[str, str], dict[str, Any]] = {}
         self._due: dict[tuple[str, str], float] = {}
         self._busy: set[tuple[str, str]] = set()
+        self._next_write_at = 0.0
         self._changed = asyncio.Event()
         self._mirrors: list[Mirror[Any]] = []
 
@@ -127,7 +131,9 @@ class StatusMirror:
             now = time.monotonic()
             # in the order of marking, which is nearly that of falling due
             key, due = next(((key, due) for key, due in self._due.items() if key not in self._busy), (None, now + 60.0))
+            due = max(due, self._next_write_at)
             if key is not None and due <= now:
+                self._next_write_at = now + 1.0 / WRITES_PER_S
                 del self._due[key]
                 self._busy.add(key)
                 return key
