@@ -5,7 +5,7 @@
 
 Decisions are made in the order in which events arrive, without an await in between (JobSubmitted may first wait for its
 model's files; those of one name keep their order). Effects of one record keep the order of their decisions: each waits
-for those before it (``_Outbox``). An effect that could not be carried out is kept and tried with the next ones, so that
+for those before it (``outbox``). An effect that could not be carried out is kept and tried with the next ones, so that
 memory never runs ahead for good.
 
 One replica is active, under a duty (W1, E4); the others stand by, with nothing but the duty in mind. A replica that
@@ -27,8 +27,8 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from openrl_common.bus import Bus, Delivery
 from openrl_common.duty import Duty, process_is_gone, this_process
-from openrl_common.errors import Conflict, OpenRLError, Poison, Rejected, Transient
-from openrl_common.events import Event, JobCancelled, JobFailed, JobFinished, JobSubmitted
+from openrl_common.errors import OpenRLError, Poison, Rejected, Transient
+from openrl_common.events import JobCancelled, JobFailed, JobFinished, JobSubmitted
 from openrl_common.health import check
 from openrl_common.identity import LedgerIdentity
 from openrl_common.queries import (
@@ -47,10 +47,11 @@ from openrl_common.queries import (
 )
 from openrl_common.records import JobSpec
 from openrl_common.service import ServiceContext, ServiceSettings, until_stopped
-from openrl_common.store import Bucket, Entry, Mirror
+from openrl_common.store import Entry, Mirror
 from openrl_placement import core, explain, jobs
 from openrl_placement.estimator import Constants, Model, read_model
 from openrl_placement.fleet import Fleet, Kind
+from openrl_placement.outbox import Outbox
 from openrl_placement.passes import Pass, tick
 from openrl_placement.state import Effects, Policy, State
 
@@ -71,7 +72,6 @@ SUBJECTS = [
 _CONCURRENCY = 32
 _TICK_S = 1.0
 _MODELS_MAX = 256
-_WRITES_AT_ONCE = 64
 _EARLY_END_S = 600.0
 """Longer than any redelivery of a submission: an end whose submission is unknown then is of one that was refused."""
 
@@ -128,96 +128,6 @@ def _stamp(directory: str) -> float:
         return -1.0
 
 
-class _Outbox:
-    """Carries out effects: records first, events after, each record's effects in the order of their decisions."""
-
-    def __init__(self, bus: Bus, state: State, duty: Duty | None) -> None:
-        self._bus = bus
-        self._state = state
-        self._duty = duty
-        self._tails: dict[str, asyncio.Future[None]] = {}
-        self._kept: list[Effects] = []
-        self.revisions: dict[tuple[int, str], int] = {}
-        """Of every record, what was last read or written: the next write is a compare-and-swap from it."""
-        self._slots = asyncio.Semaphore(_WRITES_AT_ONCE)
-
-    async def carry_out(self, effects: Effects) -> None:
-        """Raises Transient when something could not be written or published; it is then kept for the next call."""
-        for kept in self._kept:
-            kept.add(effects)
-            effects = kept
-        self._kept = []
-        if not effects:
-            return
-        keys = {*effects.workloads, *effects.jobs, *(key for event in effects.events for key in _records_of(event))}
-        before = {tail for key in keys if (tail := self._tails.get(key)) is not None}
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        for key in keys:
-            self._tails[key] = done
-        try:
-            if before:
-                await asyncio.wait(before)
-            await self._all(
-                [self._write(self._bus.store.workloads, key, self._state.workloads) for key in effects.workloads]
-            )
-            await self._all([self._write(self._bus.store.jobs, key, self._state.jobs) for key in effects.jobs])
-            unique = {event.message_id: event for event in effects.events}
-            await self._all([self._publish(event) for event in unique.values()])
-        except BaseException:
-            self._kept.append(effects)
-            raise
-        finally:
-            done.set_result(None)
-            for key in keys:
-                if self._tails.get(key) is done:
-                    del self._tails[key]
-
-    async def _all(self, steps: list[Any]) -> None:
-        if len(steps) == 1:
-            await steps[0]
-        elif steps:
-            results = await asyncio.gather(*steps, return_exceptions=True)
-            for result in results:
-                if isinstance(result, BaseException):
-                    raise result
-
-    async def _write(self, bucket: Bucket[T], key: str, records: dict[str, T]) -> None:
-        """Write the record as it stands now (not as it stood at the decision): nothing older can replace it.
-
-        By compare-and-swap, although there is one writer: a write of a killed predecessor, or an own one given up as
-        lost, may still be on its way, and would otherwise land on top (E7).
-        """
-        place = (id(bucket), key)
-        async with self._slots:
-            while True:
-                record, last = records.get(key), self.revisions.get(place, 0)
-                try:
-                    if record is not None:
-                        self.revisions[place] = await bucket.write(key, record, last=last)
-                    elif last:
-                        await bucket.delete(key, last=last)
-                        self.revisions.pop(place, None)
-                    return
-                except Conflict:
-                    standing = await bucket.get(key)
-                    if self._duty is not None:
-                        await self._duty.confirm()  # after the read: what is written from it can replace nothing newer
-                    self.revisions[place] = 0 if standing is None else standing.revision
-
-    async def _publish(self, event: Event) -> None:
-        async with self._slots:
-            await self._bus.publish(event)
-
-
-def _records_of(event: Event) -> list[str]:
-    """The keys of the records that an event speaks of: it must not get ahead of their writes."""
-    job = getattr(event, "job", None)
-    if job is not None:
-        return [f"{getattr(event, 'tenant', '')}.{job}"]
-    beside = getattr(event, "beside", None)
-    return [event.entity_id] if beside is None else [event.entity_id, beside.entity_id]
-
-
 class Placement:
     """The active replica. ``handle`` is what the consumer calls. Without a duty nobody else may write (tests)."""
 
@@ -242,7 +152,7 @@ class Placement:
             update_chunk_bytes=config.update_chunk_bytes,
         )
         self.state = State(fleet, policy)
-        self._outbox = _Outbox(bus, self.state, duty)
+        self._outbox = Outbox(bus, self.state, duty)
         self._models = Models()
         self._names: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._pass = Pass()

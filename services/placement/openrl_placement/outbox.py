@@ -1,0 +1,111 @@
+"""Carrying out what placement decided: records first, then events, each record's in the order of the decisions (E6).
+
+Invariants: a write is a compare-and-swap from the revision last seen, and writes the record as it stands now; what
+could not be carried out is kept and goes with the next effects, so that memory never runs ahead for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+from openrl_common.bus import Bus
+from openrl_common.duty import Duty
+from openrl_common.errors import Conflict
+from openrl_common.events import Event
+from openrl_common.store import Bucket
+from openrl_placement.state import Effects, State
+
+T = TypeVar("T")
+
+_WRITES_AT_ONCE = 64
+
+
+class Outbox:
+    """Carries out effects: records first, events after, each record's effects in the order of their decisions."""
+
+    def __init__(self, bus: Bus, state: State, duty: Duty | None) -> None:
+        self._bus = bus
+        self._state = state
+        self._duty = duty
+        self._tails: dict[str, asyncio.Future[None]] = {}
+        self._kept: list[Effects] = []
+        self.revisions: dict[tuple[int, str], int] = {}
+        """Of every record, what was last read or written: the next write is a compare-and-swap from it."""
+        self._slots = asyncio.Semaphore(_WRITES_AT_ONCE)
+
+    async def carry_out(self, effects: Effects) -> None:
+        """Raises Transient when something could not be written or published; it is then kept for the next call."""
+        for kept in self._kept:
+            kept.add(effects)
+            effects = kept
+        self._kept = []
+        if not effects:
+            return
+        keys = {*effects.workloads, *effects.jobs, *(key for event in effects.events for key in _records_of(event))}
+        before = {tail for key in keys if (tail := self._tails.get(key)) is not None}
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        for key in keys:
+            self._tails[key] = done
+        try:
+            if before:
+                await asyncio.wait(before)
+            await self._all(
+                [self._write(self._bus.store.workloads, key, self._state.workloads) for key in effects.workloads]
+            )
+            await self._all([self._write(self._bus.store.jobs, key, self._state.jobs) for key in effects.jobs])
+            unique = {event.message_id: event for event in effects.events}
+            await self._all([self._publish(event) for event in unique.values()])
+        except BaseException:
+            self._kept.append(effects)
+            raise
+        finally:
+            done.set_result(None)
+            for key in keys:
+                if self._tails.get(key) is done:
+                    del self._tails[key]
+
+    async def _all(self, steps: list[Any]) -> None:
+        if len(steps) == 1:
+            await steps[0]
+        elif steps:
+            results = await asyncio.gather(*steps, return_exceptions=True)
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+
+    async def _write(self, bucket: Bucket[T], key: str, records: dict[str, T]) -> None:
+        """Write the record as it stands now (not as it stood at the decision): nothing older can replace it.
+
+        By compare-and-swap, although there is one writer: a write of a killed predecessor, or an own one given up as
+        lost, may still be on its way, and would otherwise land on top (E7).
+        """
+        place = (id(bucket), key)
+        async with self._slots:
+            while True:
+                record, last = records.get(key), self.revisions.get(place, 0)
+                try:
+                    if record is not None:
+                        self.revisions[place] = await bucket.write(key, record, last=last)
+                    elif last:
+                        await bucket.delete(key, last=last)
+                        self.revisions.pop(place, None)
+                    return
+                except Conflict:
+                    standing = await bucket.get(key)
+                    if self._duty is not None:
+                        await self._duty.confirm()  # after the read: what is written from it can replace nothing newer
+                    self.revisions[place] = 0 if standing is None else standing.revision
+
+    async def _publish(self, event: Event) -> None:
+        async with self._slots:
+            await self._bus.publish(event)
+
+
+def _records_of(event: Event) -> list[str]:
+    """The keys of the records that an event speaks of: it must not get ahead of their writes."""
+    job = getattr(event, "job", None)
+    if job is not None:
+        return [f"{getattr(event, 'tenant', '')}.{job}"]
+    beside = getattr(event, "beside", None)
+    return [event.entity_id] if beside is None else [event.entity_id, beside.entity_id]
