@@ -297,7 +297,7 @@ class JobRunner:
 
     async def _may_send_deltas(self) -> bool:
         """Whether the job's sampler says in its ready record that it takes deltas (or a setting says so)."""
-        if self._weights_delta != "auto" or self._record.spec.kind is not JobKind.FFT:
+        if self._weights_delta != "auto" or self._record.spec.kind is not JobKind.FFT or not self._record.sampler:
             return self._weights_delta == "on"
         store = self._bus.store
         sampler = await self._retried(lambda: store.workloads.get(self._record.sampler))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from bus.trainer.trainer_world import World
+from bus.trainer.trainer_world import Trainers, World
 from openrl_common import streams
 from openrl_common.bus import Bus
 from openrl_common.nats_server import NatsServer
@@ -40,3 +44,28 @@ async def world(nats_server: NatsServer, tmp_path: Path, model: Path) -> AsyncIt
             process.kill()
             process.wait()
     await bus.close()
+
+
+@pytest.fixture(scope="module")
+def forker() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bus.trainer.forked_trainers"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.stdin.close()
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+@pytest.fixture
+async def trainers(world: World, forker: subprocess.Popen[str]) -> AsyncIterator[Trainers]:
+    trainers = Trainers(world, forker)
+    yield trainers
+    if trainers.pid and psutil.pid_exists(trainers.pid):
+        await trainers.kill()

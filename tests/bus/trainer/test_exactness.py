@@ -6,26 +6,18 @@ The short form is one of the fast tests; ``make test-exact`` runs the long one: 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import random
 import secrets
-import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import safetensors.torch
 import torch
 
-from bus.trainer.trainer_world import World, until
+from bus.trainer.trainer_world import Trainers, World, data
 from openrl_client.errors import Rejected
 from openrl_client.training import Pending, TrainingLog
-from openrl_common.records import JobKind, LeaseRecord, LeaseState, LoraSpec
+from openrl_common.records import JobKind, LoraSpec
 from openrl_common.wire import (
     AdamParams,
     Datum,
@@ -39,75 +31,6 @@ from openrl_common.wire import (
 )
 
 LORA = LoraSpec(rank=4, alpha=8.0, dropout=0.1)
-
-
-class Trainers:
-    """One trainer at a time, of one workload, each life forked anew."""
-
-    def __init__(self, world: World, forker: subprocess.Popen[str]) -> None:
-        self.world = world
-        self._forker = forker
-        self.lives = 0
-        self.pid = 0
-
-    async def begin(self, workload: str, **variables: str) -> None:
-        self.lives += 1
-        assignment = f"{workload}-{self.lives}"
-        lease = LeaseRecord(state=LeaseState.STARTING)
-        await self.world.bus.store.leases.write(assignment, lease, last=0)
-        log = {"LOG": str(self.world.home / f"{workload}.log")}
-        environment = self.world.variables(workload, assignment) | log | variables
-        assert self._forker.stdin is not None
-        assert self._forker.stdout is not None
-        print(json.dumps(environment), file=self._forker.stdin, flush=True)
-        self.pid = int(self._forker.stdout.readline())
-
-    async def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-
-        async def gone() -> bool:
-            return not psutil.pid_exists(self.pid)
-
-        await until(gone)
-
-
-@pytest.fixture(scope="module")
-def forker() -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bus.trainer.forked_trainers"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    yield process
-    process.stdin.close()
-    process.kill()
-    process.wait()
-    process.stdout.close()
-
-
-@pytest.fixture
-async def trainers(world: World, forker: subprocess.Popen[str]) -> AsyncIterator[Trainers]:
-    trainers = Trainers(world, forker)
-    yield trainers
-    if trainers.pid and psutil.pid_exists(trainers.pid):
-        await trainers.kill()
-
-
-def data(seed: int, count: int = 4, length: int = 12) -> list[Datum]:
-    """Sequences for ppo, the same for the same seed."""
-    numbers = random.Random(seed)
-    return [
-        Datum(
-            tokens=[numbers.randrange(40) for _ in range(length)],
-            weights=[0.0] + [1.0] * (length - 1),
-            logprobs=[numbers.uniform(-4.2, -3.2) for _ in range(length)],
-            advantages=[numbers.gauss(0, 1) for _ in range(length)],
-        )
-        for _ in range(count)
-    ]
 
 
 class Run:
@@ -216,33 +139,74 @@ async def hurt(trainers: Trainers, workload: str, run: Run, total: int, kills: i
     await asyncio.gather(driving, killing)
 
 
+async def be_rude(world: World, job: str) -> None:
+    """A job that does nothing right, for ever: other jobs on its base must not notice (R10)."""
+    nan = Datum(tokens=[1, 2], logprobs=[0.0, -800.0], advantages=[0.0, -1.0])
+
+    async def ended() -> Exception | None:
+        return None
+
+    log = TrainingLog(
+        world.bus, tenant="default", job=job, incarnation=7, next_seq=1, after=0, ended=ended, recover_interval_s=0.2
+    )
+    await log.start()
+    try:
+        while True:
+            sent = [
+                log.send(ForwardBackward, data=data(3), loss="ppo"),
+                log.send(ForwardBackward, data=[nan], loss="importance_sampling"),
+                log.send(ForwardBackward, data=[Datum(tokens=[1, 999_999])], loss="cross_entropy"),
+                log.send(OptimStep, adam=AdamParams(learning_rate=1e30)),
+                log.send(OptimStep, adam=AdamParams(learning_rate=-1.0)),
+                log.send(LoadState, name="never-saved"),
+            ]
+            await asyncio.gather(*sent, return_exceptions=True)
+    finally:
+        await log.close()
+
+
 async def check(world: World, trainers: Trainers, kind: JobKind, *, num_steps: int, kills: int, every: str) -> None:
+    """One run undisturbed; the same under kills; for LoRA two of them on one base, beside a job that errs for ever."""
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     lora = LORA if kind is JobKind.LORA else None
-    runs = {}
-    for name in ("calm", "hurt"):
-        workload = await world.workload(kind, name)
+    calm = Run(world, "calm", num_steps)
+    workload = await world.workload(kind, "calm")
+    await world.job("calm", kind, workload, lora=lora)
+    await trainers.begin(workload, OPEN_RL_CHECKPOINT_EVERY="off")
+    await calm.drive()
+    await trainers.kill()
+
+    workload = await world.workload(kind, "hurt")
+    names = ("hurt", "beside") if kind is JobKind.LORA else ("hurt",)
+    runs = [Run(world, name, num_steps) for name in names]
+    for name in (*names, "rude") if kind is JobKind.LORA else names:
         await world.job(name, kind, workload, lora=lora)
-        runs[name] = run = Run(world, name, num_steps)
-        if name == "calm":
-            await trainers.begin(workload, OPEN_RL_CHECKPOINT_EVERY="off")
-            await run.drive()
-        else:
-            await hurt(trainers, workload, run, len(runs["calm"].results), kills, seed, every)
-        await trainers.kill()
-    calm, hurt_run = runs["calm"], runs["hurt"]
-    assert hurt_run.told() == calm.told(), f"seed {seed}"
-    one, other = calm.files(), hurt_run.files()
+    others = [asyncio.create_task(run.drive()) for run in runs[1:]]
+    rude = asyncio.create_task(be_rude(world, "rude")) if kind is JobKind.LORA else None
+    await hurt(trainers, workload, runs[0], len(calm.results), kills, seed, every)
+    await asyncio.gather(*others)
+    if rude is not None:
+        rude.cancel()
+        await asyncio.gather(rude, return_exceptions=True)
+    await trainers.kill()
+
+    for run in runs:
+        _same(run, calm, seed)
+        await _space_is_bounded(world, run.job, len(calm.results))
+
+
+def _same(run: Run, calm: Run, seed: int) -> None:
+    assert run.told() == calm.told(), f"{run.job}, seed {seed}"
+    one, other = calm.files(), run.files()
     assert one.keys() == other.keys()
     for name in one.keys() - {"state"}:
-        assert one[name] == other[name], f"{name}, seed {seed}"
+        assert one[name] == other[name], f"{run.job}: {name}, seed {seed}"
     assert one["state"].keys() == other["state"].keys()
     assert any(name.startswith("exp_avg/") for name in one["state"])
     assert any(name.startswith("gradient/") for name in one["state"])
     for name, tensor in one["state"].items():
-        assert torch.equal(tensor, other["state"][name]), f"{name}, seed {seed}"
-    await _space_is_bounded(world, "hurt", len(calm.results))
+        assert torch.equal(tensor, other["state"][name]), f"{run.job}: {name}, seed {seed}"
 
 
 async def _space_is_bounded(world: World, job: str, total: int) -> None:
@@ -262,7 +226,7 @@ KINDS = pytest.mark.parametrize("kind", [JobKind.FFT, JobKind.LORA])
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @KINDS
-async def test_kills_at_random_points_leave_weights_optimizer_and_answers_bit_identical_R4_R5_R7_R12(
+async def test_kills_at_random_points_leave_weights_optimizer_and_answers_bit_identical_R4_R5_R7_R10_R12(
     world: World, trainers: Trainers, kind: JobKind
 ) -> None:
     await check(world, trainers, kind, num_steps=10, kills=5, every="2steps")
@@ -271,7 +235,7 @@ async def test_kills_at_random_points_leave_weights_optimizer_and_answers_bit_id
 @pytest.mark.exact
 @pytest.mark.timeout(1800)
 @KINDS
-async def test_fifty_kills_in_forty_steps_leave_every_bit_as_it_was_R4_R5_R7_R12(
+async def test_fifty_kills_in_forty_steps_leave_every_bit_as_it_was_R4_R5_R7_R10_R12(
     world: World, trainers: Trainers, kind: JobKind
 ) -> None:
     await check(world, trainers, kind, num_steps=40, kills=50, every="3steps")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import random
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from openrl_common.bus import Bus
 from openrl_common.names import train_subject, workload_id
@@ -28,7 +32,7 @@ from openrl_common.records import (
     WorkloadPhase,
     WorkloadRecord,
 )
-from openrl_common.wire import RESULT_DECODER, TrainRequest, TrainResult
+from openrl_common.wire import RESULT_DECODER, Datum, TrainRequest, TrainResult
 
 DEADLINE_S = 60.0
 
@@ -106,3 +110,47 @@ async def until(what: Callable[[], Awaitable[bool]]) -> None:
     while not await what():
         assert time.monotonic() < deadline, "did not happen in time"
         await asyncio.sleep(0.1)
+
+
+class Trainers:
+    """One trainer at a time, of one workload, each life forked anew."""
+
+    def __init__(self, world: World, forker: subprocess.Popen[str]) -> None:
+        self.world = world
+        self._forker = forker
+        self.lives = 0
+        self.pid = 0
+
+    async def begin(self, workload: str, **variables: str) -> None:
+        self.lives += 1
+        assignment = f"{workload}-{self.lives}"
+        lease = LeaseRecord(state=LeaseState.STARTING)
+        await self.world.bus.store.leases.write(assignment, lease, last=0)
+        log = {"LOG": str(self.world.home / f"{workload}.log")}
+        environment = self.world.variables(workload, assignment) | log | variables
+        assert self._forker.stdin is not None
+        assert self._forker.stdout is not None
+        print(json.dumps(environment), file=self._forker.stdin, flush=True)
+        self.pid = int(self._forker.stdout.readline())
+
+    async def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+        async def gone() -> bool:
+            return not psutil.pid_exists(self.pid)
+
+        await until(gone)
+
+
+def data(seed: int, count: int = 4, length: int = 12) -> list[Datum]:
+    """Sequences for ppo, the same for the same seed."""
+    numbers = random.Random(seed)
+    return [
+        Datum(
+            tokens=[numbers.randrange(40) for _ in range(length)],
+            weights=[0.0] + [1.0] * (length - 1),
+            logprobs=[numbers.uniform(-4.2, -3.2) for _ in range(length)],
+            advantages=[numbers.gauss(0, 1) for _ in range(length)],
+        )
+        for _ in range(count)
+    ]

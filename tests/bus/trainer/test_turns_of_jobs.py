@@ -1,0 +1,150 @@
+"""Who waits for whom in one trainer: jobs take turns (R10), writing goes on beside training (R12)."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bus.trainer.trainer_world import Trainers, World, data, until
+from openrl_common.records import JobKind
+from openrl_common.wire import (
+    AdamParams,
+    DeleteState,
+    Forward,
+    ForwardBackward,
+    ListStates,
+    OptimStep,
+    SaveState,
+    SaveWeights,
+)
+
+
+def forward(seq: int) -> Forward:
+    return Forward(seq=seq, incarnation=7, data=data(0, count=1))
+
+
+async def revisions(world: World, job: str, count: int) -> list[int]:
+    """When each of ``count`` results was stored, in the bucket's own numbers; waits for all of them."""
+
+    async def all_stored() -> bool:
+        return len(await world.bus.store.results.list(f"default.{job}.7.")) == count
+
+    await until(all_stored)
+    entries = await world.bus.store.results.list(f"default.{job}.7.")
+    assert all(entry.value.error is None for entry in entries.values())
+    return [entry.revision for _, entry in sorted(entries.items(), key=lambda item: item[1].value.seq)]
+
+
+@pytest.mark.timeout(120)
+async def test_a_job_with_a_long_log_does_not_keep_others_waiting_R10(world: World, trainers: Trainers) -> None:
+    """Sixty requests of one job are in the log before another's six: these are answered in turn, not at the end."""
+    workload = await world.workload(JobKind.LORA, "lora-m-1", tenant="_shared")
+    for job, count in (("greedy", 60), ("small", 6), ("late", 6)):
+        await world.job(job, JobKind.LORA, workload)
+        for seq in range(1, count + 1):
+            await world.send(job, forward(seq))
+    await trainers.begin(workload)
+    greedy = await revisions(world, "greedy", 60)
+    for job in ("small", "late"):
+        last = (await revisions(world, job, 6))[-1]
+        before = sum(revision < last for revision in greedy)
+        assert before <= 20, f"{before} of 60 requests of the greedy job went before the sixth of {job}"
+
+
+@pytest.mark.timeout(180)
+async def test_requests_behind_a_save_are_answered_before_it_is_written_R12(
+    world: World, trainers: Trainers, tmp_path: Path
+) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=100_000, hidden_size=256, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, max_position_embeddings=64,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(str(tmp_path / "large"))
+    world.model = tmp_path / "large"  # 103 MB: written, hashed and synced in more time than a forward pass takes
+    workload = await world.workload(JobKind.FFT, "tune")
+    await world.job("tune", JobKind.FFT, workload)
+    await trainers.begin(workload)
+    assert (await world.ask("tune", forward(1))).error is None
+    await world.send("tune", SaveWeights(seq=2, incarnation=7))
+    for seq in range(3, 6):
+        await world.send("tune", forward(seq))
+    stored = await revisions(world, "tune", 5)
+    assert stored[2] < stored[1], "the first request behind the save did not wait for the disk"
+    result = await world.bus.store.results.get("default.tune.7.2")
+    assert result is not None
+    assert result.value.metrics["copy_seconds"] < result.value.metrics["write_seconds"]
+
+
+@pytest.mark.timeout(120)
+async def test_states_are_saved_listed_and_deleted_in_the_order_of_the_log_R4(world: World, trainers: Trainers) -> None:
+    workload = await world.workload(JobKind.FFT, "tune")
+    await world.job("tune", JobKind.FFT, workload)
+    await trainers.begin(workload)
+    requests = [
+        ForwardBackward(seq=1, incarnation=7, data=data(1), loss="cross_entropy"),
+        OptimStep(seq=2, incarnation=7, adam=AdamParams(learning_rate=1e-3)),
+        SaveState(seq=3, incarnation=7, name="best"),
+        ListStates(seq=4, incarnation=7),
+        DeleteState(seq=5, incarnation=7, name="best"),
+        ListStates(seq=6, incarnation=7),
+    ]
+    for request in requests:
+        await world.send("tune", request)
+    answers = sorted([await world.answer() for _ in requests], key=lambda answer: answer.seq)
+    assert [answer.error for answer in answers] == [None] * 6
+    assert [[one.name for one in answer.states or []] for answer in (answers[3], answers[5])] == [["best"], []]
+
+
+@pytest.mark.timeout(180)
+async def test_a_state_that_is_lost_is_told_to_every_asker_and_never_guessed_R5_R6(
+    world: World, trainers: Trainers
+) -> None:
+    """Checkpoints damaged one by one: the older one serves; without any, and the log trimmed, every answer says so."""
+    workload = await world.workload(JobKind.FFT, "tune")
+    await world.job("tune", JobKind.FFT, workload)
+    every = {"OPEN_RL_CHECKPOINT_EVERY": "1step"}
+    await trainers.begin(workload, **every)
+    seq = 0
+    for _ in range(4):
+        for request in (
+            ForwardBackward(seq=seq + 1, incarnation=7, data=data(1), loss="cross_entropy"),
+            OptimStep(seq=seq + 2, incarnation=7, adam=AdamParams(learning_rate=1e-2)),
+        ):
+            assert (await world.ask("tune", request)).error is None
+        seq += 2
+
+    async def written(at_least: int) -> bool:
+        record = await world.bus.store.checkpoints.get("default.tune")
+        return record is not None and record.value.seq >= at_least and record.value.trimmed_before > 0
+
+    await until(lambda: written(8))
+    wanted = await world.ask("tune", forward(9))
+    directory = world.home / "checkpoints/default/tune/7"
+    await trainers.kill()
+    newest = sorted(directory.glob("[0-9]*.safetensors"))[-1]
+    newest.write_bytes(newest.read_bytes()[:-1] + b"\x01")
+    await trainers.begin(workload, **every)
+    again = await world.ask("tune", forward(10))
+    while again.seq != 10:
+        again = await world.answer()
+    assert again.logprobs == wanted.logprobs, "from the checkpoint before it, and the log since"
+    await trainers.kill()
+
+    for path in directory.glob("[0-9]*.safetensors"):
+        path.write_bytes(b"damaged")
+    await trainers.begin(workload, **every)
+    lost = await world.ask("tune", forward(11))
+    while lost.seq != 11:
+        lost = await world.answer()
+    assert lost.error is not None
+    assert lost.error.code == "state-lost"
+    assert "\n" not in lost.error.message
+    stored = await world.bus.store.results.get("default.tune.7.11")
+    assert stored is not None
+    assert stored.value == lost
+    assert await asyncio.to_thread(psutil.pid_exists, trainers.pid), "other jobs of a runtime go on"
