@@ -8,7 +8,7 @@ SUITES := $(wildcard tests/unit tests/bus tests/simulation tests/e2e)
 SOURCES := $(wildcard libs services tests scripts)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-vllm test-unit test-bus test-simulation test-e2e test-exact test-chaos test-kube test-docker simulate check fmt bench rules manifests clean
+.PHONY: help setup setup-vllm demo demo-real test test-vllm test-unit test-bus test-simulation test-e2e test-exact test-chaos test-kube test-docker simulate check fmt bench rules manifests clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,10 @@ $(VLLM_VENV)/.installed: pyproject.toml
 
 demo: setup  ## the whole loop on this machine: jobs published, seated, trained, rewards rising, a report
 	$(BIN)/python -m openrl_client.demo $(ARGS)
+
+demo-real: setup-vllm  ## a real pretrained model learns sums through vLLM: reward before and after (an hour on two cores)
+	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --editable ".[real]"
+	$(VLLM_PYTHON) -m openrl_client.demo.real $(ARGS)
 
 test: setup  ## every fast suite (under ten minutes)
 	$(BIN)/python -m pytest $(SUITES) $(ARGS)
