@@ -1,4 +1,4 @@
-"""K1: a claim's tiers decide which device it gets; K2: what the fleet looks like; P1: who may go where."""
+"""B3, K1: a claim's tiers decide which device it gets; K2: what the fleet looks like; P1: who may go where."""
 
 from __future__ import annotations
 
