@@ -30,7 +30,7 @@ VALUES = {
     "ledger": COMMON,
     "placement": COMMON,
     "launcher": {**COMMON, "OPEN_RL_HOME": "/tmp/openrl", "OPEN_RL_BACKEND": "kubernetes"},
-    "workers": {"OPEN_RL_LOG_FORMAT": "json"},
+    "workers": {"OPEN_RL_LOG_FORMAT": "json", "OPEN_RL_VLLM_CACHE_DIR": "/var/lib/openrl/cache/vllm"},
 }
 LOCAL_ONLY = {
     "OPEN_RL_NODE_NAME", "OPEN_RL_NODE_ROLES", "OPEN_RL_DEVICES", "OPEN_RL_HOST_MEMORY", "OPEN_RL_WORKER_LOGS_KEPT",

@@ -29,6 +29,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/vllm" in str(item.path):
             item.add_marker(pytest.mark.vllm)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(300))  # the first start inspects the model in a process of its own
             item.add_marker(pytest.mark.filterwarnings("default"))  # vLLM and what it imports warn of their own matters
             item.add_marker(pytest.mark.filterwarnings(r"error:::openrl_.*"))
 
