@@ -20,9 +20,9 @@ from typing import Any, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from openrl_common.bus import Bus, Delivery
+from openrl_common.bus import Bus, Delivery, Handler
 from openrl_common.controls import LedgerState, LedgerStateAnswer
-from openrl_common.duty import Duty
+from openrl_common.duty import Duty, process_is_gone, this_process
 from openrl_common.errors import Conflict, Transient, UnknownOutcome
 from openrl_common.events import ClaimRetired, Event, Repaired, SeatBooked, SeatRefused
 from openrl_common.names import query_subject
@@ -215,11 +215,62 @@ class Ledger:
 
 
 async def serve(context: ServiceContext, config: LedgerSettings) -> None:
-    """The body of the service: consume events, tidy now and then."""
-    handled = Histogram("openrl_ledger_handle_seconds", "Time to handle one event", registry=context.registry)
-    answers = Counter("openrl_ledger_answers", "Bookings and refusals", ["answer"], registry=context.registry)
-    repaired = Counter("openrl_ledger_janitor_repairs", "Leftovers repaired", ["kind"], registry=context.registry)
-    ledger = Ledger(context.bus, config.max_seats_per_claim)
+    """The body of the service: once the bucket has an identity, consume events, and by duty tidy and judge nodes."""
+    bus, registry = context.bus, context.registry
+    founding = Founding(bus)
+    context.checks["ledger"] = founding.problem
+    bound = context.require("consumer", "the ledger's consumer is not bound yet")
+    await _tell_state(context, config, founding)
+    await founding.wait(context.stopping)
+    ledger = Ledger(bus, config.max_seats_per_claim)
+    policy = TurnPolicy(config.coresidency, config.device_reserve_bytes, config.max_turn_s, config.turn_grace_s)
+    arbiter = Arbiter(bus, ledger.environment, ledger.drive, policy, registry)
+    duty = Duty(
+        bus.store.duties,
+        "upkeep",
+        holder=f"{this_process()}#{secrets.token_hex(4)}",  # one process may run several, in tests
+        clock=time.monotonic,
+        gone=lambda holder: process_is_gone(holder.rpartition("#")[0]),
+    )
+    repaired = Counter("openrl_ledger_janitor_repairs", "Leftovers repaired", ["kind"], registry=registry)
+    await ledger.start()
+    await arbiter.start(ledger.claims)
+    try:
+        await until_stopped(
+            context.stopping,
+            bus.consume(
+                stream="OPENRL_EVENTS",
+                durable="ledger",
+                subjects=SUBJECTS,
+                handler=_measured(ledger, registry),
+                concurrency=_CONCURRENCY,
+                bound=bound,
+            ),
+            duty.keep(bus.stopping),
+            ledger.tidy(config.janitor_every_s, repaired, duty),
+            ledger.judge(config.nodes, registry).watch(duty),
+            Retirer(bus, Retention(keep_s=config.keep_records_s), registry).watch(duty),
+            founding.identity.watch(bus.stopping),
+            arbiter.consume(),
+            arbiter.watch(),
+        )
+    finally:
+        await arbiter.close()
+        await ledger.close()
+
+
+async def _tell_state(context: ServiceContext, config: LedgerSettings, founding: Founding) -> None:
+    async def answer(_: LedgerState) -> LedgerStateAnswer:
+        known = founding.identity.known
+        return LedgerStateAnswer(active=bool(known), identity=known, seat_limit=config.max_seats_per_claim)
+
+    await context.bus.serve(query_subject("ledger", "state"), LedgerState, answer)
+
+
+def _measured(ledger: Ledger, registry: CollectorRegistry) -> Handler:
+    """The ledger's handler, with its time and its answers counted."""
+    handled = Histogram("openrl_ledger_handle_seconds", "Time to handle one event", registry=registry)
+    answers = Counter("openrl_ledger_answers", "Bookings and refusals", ["answer"], registry=registry)
 
     def count(event: Event) -> None:
         if isinstance(event, SeatBooked):
@@ -227,49 +278,9 @@ async def serve(context: ServiceContext, config: LedgerSettings) -> None:
         elif isinstance(event, SeatRefused):
             answers.labels(event.code).inc()
 
-    ledger.on_event.append(count)
-
     async def handle(delivery: Delivery) -> None:
         with handled.time():
             await ledger.handle(delivery)
 
-    policy = TurnPolicy(config.coresidency, config.device_reserve_bytes, config.max_turn_s, config.turn_grace_s)
-    arbiter = Arbiter(context.bus, ledger.environment, ledger.drive, policy, context.registry)
-    bound = context.require("consumer", "the ledger's consumer is not bound yet")
-    duty = Duty(context.bus.store.duties, "upkeep", holder=secrets.token_hex(6), clock=time.monotonic)
-    founding = Founding(context.bus)
-    context.checks["ledger"] = founding.problem
-    active = False
-
-    async def tell_state(_: LedgerState) -> LedgerStateAnswer:
-        return LedgerStateAnswer(active=active, identity=founding.identity.known, seat_limit=config.max_seats_per_claim)
-
-    await context.bus.serve(query_subject("ledger", "state"), LedgerState, tell_state)
-    await founding.wait(context.stopping)
-    active = True
-    await ledger.start()
-    await arbiter.start(ledger.claims)
-    judge = ledger.judge(config.nodes, context.registry)
-    retirer = Retirer(context.bus, Retention(keep_s=config.keep_records_s), context.registry)
-    try:
-        await until_stopped(
-            context.stopping,
-            context.bus.consume(
-                stream="OPENRL_EVENTS",
-                durable="ledger",
-                subjects=SUBJECTS,
-                handler=handle,
-                concurrency=_CONCURRENCY,
-                bound=bound,
-            ),
-            duty.keep(context.bus.stopping),
-            ledger.tidy(config.janitor_every_s, repaired, duty),
-            judge.watch(duty),
-            retirer.watch(duty),
-            founding.identity.watch(context.bus.stopping),
-            arbiter.consume(),
-            arbiter.watch(),
-        )
-    finally:
-        await arbiter.close()
-        await ledger.close()
+    ledger.on_event.append(count)
+    return handle
