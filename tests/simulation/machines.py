@@ -466,7 +466,7 @@ class Machine:
         context.movers(park, resume)
         async with context.turn(), this.at_work():
             self._world.invariants.worker_enters(this)
-            await asyncio.sleep(0.1 + draw())
+            await asyncio.sleep(BOUNDARY_S * draw())
         await context.ready()
         while plan.works and not context.stopping.is_set():
             await asyncio.wait({asyncio.ensure_future(context.stopping.wait())}, timeout=self._world.idle_s())
