@@ -142,7 +142,7 @@ def _refused(state: State, event: SeatRefused, now: float, fx: Effects) -> None:
         or not alive(record)
     ):
         return
-    note_refusals(state, event.workload, list(event.refusals))
+    note_refusals(state, event.workload, list(event.refusals), now)
     if event.code == "closed":
         settle(state, event.workload, now, fx)
         message = f"the ledger has closed this submission of {short_workload(event.workload)}: submit the job again"

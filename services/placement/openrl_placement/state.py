@@ -109,7 +109,7 @@ class State:
         self.pulling: dict[str, WorkerRecord] = {}
         self.requested_at: dict[str, float] = {}
         self.sweep_at: float | None = None
-        self.refused_at: defaultdict[str, dict[str, Signature]] = defaultdict(dict)
+        self.refused_at: defaultdict[str, dict[str, tuple[Signature, float]]] = defaultdict(dict)
         self._released: OrderedDict[str, None] = OrderedDict()
         self._early: OrderedDict[str, list[AnyEvent]] = OrderedDict()
         self._cancelled_early: OrderedDict[str, AnyEvent] = OrderedDict()

@@ -22,6 +22,7 @@ from openrl_placement.wedge import nodes_avoided
 
 PROMISES_MAX = 16
 """Requests under way for one claim that has no seat limit."""
+REFUSED_S = 60.0
 SEATLESS_MAX = 64
 """Waiters without any claim that one wake-up asks for."""
 
@@ -74,7 +75,6 @@ def wake_claim(state: State, claim: str, now: float, fx: Effects) -> None:
         return
     free = state.fleet.seats_free(claim)
     room = PROMISES_MAX if free is None else free
-    looks = signature(state, claim)
 
     def fits(group: Group) -> bool:
         return state.fleet.refusal(claim, Need(group.shape, "")) == ""
@@ -82,7 +82,7 @@ def wake_claim(state: State, claim: str, now: float, fx: Effects) -> None:
     for workload in state.line.waiting(fits):
         if state.line.promised(claim) >= room:
             return
-        if state.line.busy(workload) or state.refused_at.get(workload, {}).get(claim) == looks:
+        if state.line.busy(workload) or _was_refused(state, workload, claim, now):
             continue
         waiter = state.workloads[workload]
         wanted = need(waiter, now)
@@ -91,7 +91,7 @@ def wake_claim(state: State, claim: str, now: float, fx: Effects) -> None:
         candidates = [
             each
             for each in state.fleet.candidates(wanted, left_out=_promised_away(state), aimed=state.line.aimed)
-            if state.refused_at.get(workload, {}).get(each) != signature(state, each)
+            if not _was_refused(state, workload, each, now)
         ]
         if claim not in candidates:
             candidates = [*candidates[: CANDIDATES_MAX - 1], claim]
@@ -121,10 +121,18 @@ def settle(state: State, workload: str, now: float, fx: Effects, *, booked: str 
             wake_claim(state, claim, now, fx)
 
 
-def note_refusals(state: State, workload: str, claims: list[str]) -> None:
-    """These claims said no: not offered to this workload again before they look different."""
+def note_refusals(state: State, workload: str, claims: list[str], now: float) -> None:
+    """These claims said no: not offered to this workload again before they look different, or ``REFUSED_S`` later.
+
+    What refuses need not show here: while a new limit is rolled out, a replica of the ledger may have the old one (S7).
+    """
     for claim in claims:
-        state.refused_at[workload][claim] = signature(state, claim)
+        state.refused_at[workload][claim] = signature(state, claim), now
+
+
+def _was_refused(state: State, workload: str, claim: str, now: float) -> bool:
+    refused = state.refused_at.get(workload, {}).get(claim)
+    return refused is not None and refused[0] == signature(state, claim) and now - refused[1] < REFUSED_S
 
 
 def signature(state: State, claim: str) -> Signature:

@@ -219,6 +219,27 @@ def test_W2_booking_wakes_nobody_and_a_refusal_is_not_repeated_while_the_claim_l
     assert len(it.take(SeatRequested)) == 1, "it looks different: asked again"
 
 
+def test_S7_a_claim_that_refused_and_looks_the_same_is_offered_again_a_minute_later() -> None:
+    """A replica of the ledger that still has a lower limit refuses what the view cannot explain."""
+    it = full_house(limit=2)
+    queue(it, "a")
+    free_one(it)
+    asked = it.take(SeatRequested)
+    while asked:
+        it.event(
+            SeatRefused(
+                tenant="default", workload=asked[0].workload, incarnation=asked[0].incarnation,
+                attempt=asked[0].attempt, code="no-candidate", message="",
+                refusals=dict.fromkeys(asked[0].candidates, "all 1 seats are taken"),
+            )
+        )  # fmt: skip
+        asked = it.take(SeatRequested)
+    it.repair(50.0)
+    assert it.take(SeatRequested) == []
+    it.repair(11.0)
+    assert len(it.take(SeatRequested)) == 1
+
+
 def test_L5_a_move_that_came_too_late_leaves_the_workload_to_its_own_claim() -> None:
     it = full_house()
     queue(it, "a")
