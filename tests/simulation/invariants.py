@@ -28,6 +28,7 @@ from openrl_common.records import (
     ReadyRecord,
     SeatRecord,
     SeatState,
+    Standing,
     TurnRecord,
     WorkerRecord,
     WorkloadRecord,
@@ -123,6 +124,7 @@ class Invariants:
     def __init__(self, world: World) -> None:
         self._world = world
         self.truth = Truth(world.server)
+        self._lost_at_s: dict[str, float] = {}
         self._checks: dict[str, Callable[[str, Any, Any], None]] = {
             "$KV.openrl_ledger.seat.": self._seat,
             "$KV.openrl_ledger.claim.": self._claim,
@@ -160,8 +162,8 @@ class Invariants:
 
     def _fenced_by_loss(self, worker: Worker) -> bool:
         lease = self.truth.lease(worker.launch.assignment)
-        lost = lease is not None and lease.state is LeaseState.TOMBSTONE and lease.why.endswith(" is lost")
-        return lost and not worker.could_touch()
+        fenced = lease is not None and lease.state is LeaseState.TOMBSTONE
+        return fenced and self._lost_at_s.get(worker.node, -1.0) > worker.started_at and not worker.could_touch()
 
     # --- the ledger's keys ----------------------------------------------------------------------------------------
 
@@ -253,7 +255,7 @@ class Invariants:
                 )
 
     def _entries_added(self, claim_id: str, before: ClaimRecord | None, after: ClaimRecord, *, swap: bool) -> None:
-        limit = self._world.plan.limit
+        limit = self._world.limit_in_force()
         if limit and not swap:
             self._expect(
                 len(after.entries) <= limit, f"claim {claim_id} has {len(after.entries)} seats of {limit} (invariant 2)"
@@ -273,6 +275,8 @@ class Invariants:
     def _budget(self, node: str, before: NodeBudget | None, after: NodeBudget | None) -> None:
         old = {} if before is None else before.entries
         new = {} if after is None else after.entries
+        if after is not None and after.standing is Standing.LOST:
+            self._lost_at_s[node] = self._world.loop.now_s
         record: NodeRecord | None = self.truth.one("$KV.openrl_nodes.", node)
         if new.keys() - old.keys() and record is not None and record.host_allocatable_bytes:
             sizes: dict[str, list[int]] = {}

@@ -50,6 +50,7 @@ class Process:
         self.name = name
         self.node = node
         self.id = f"{name}/{world.num_started}"
+        self.limit = world.plan.limit
         self.alive = True
         self.killed_at_s = 0.0
         self.skew_s = 0.0

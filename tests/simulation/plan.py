@@ -51,6 +51,8 @@ class Fault:
 class Plan:
     seed: int
     limit: int
+    old_limit: int
+    """What processes start with; the new one comes with their next start, at the latest when faults stop (S7)."""
     strategy: str
     owner_affinity: bool
     placement_timeout_s: float
@@ -86,10 +88,12 @@ def draw_plan(seed: int) -> Plan:
     services = [f"ledger-{index}" for index in range(num_ledgers)]
     services += [f"placement-{index}" for index in range(num_placements)]
     services += [f"launcher-n{index}" for index in range(len(nodes))]
+    limit = random.choice((0, 1, 2, 2, 3))
     timeout_s = random.choice((0.0, 0.0, 900.0, 900.0, 15.0))
     return Plan(
         seed=seed,
-        limit=random.choice((0, 1, 2, 2, 3)),
+        limit=limit,
+        old_limit=random.choice((limit, limit, limit, 0, 1, 2, 3)),
         strategy=random.choice(("binpack", "binpack", "spread")),
         owner_affinity=random.random() < 0.7,
         placement_timeout_s=timeout_s,

@@ -51,6 +51,8 @@ SETTLE_S = 240.0
 MESSAGES_MIN = 200
 LAST_WORDS_S = 0.3
 _LOOK_S = 2.0
+_ROLLED_OUT_S = 15.0
+"""Longer than a replica needs to end, and its last words to arrive."""
 _MESSAGES_OF_A_JOB = 20
 _ACK_WAIT_FACTOR = 0.1
 _MODEL = Model(parameters=10_000_000, largest_tensor_elements=1_000_000, kv_values_per_token=512, vocabulary=1000)
@@ -112,6 +114,7 @@ class World:
         """Nodes without power, and nodes without a network, and until when."""
         self.stalls = False
         self._healing = False
+        self._new_limit_at_s = 1e9
         self._told: set[str] = set()
         for index, node in enumerate(plan.nodes):
             self.machines[f"n{index}"] = Machine(
@@ -197,6 +200,7 @@ class World:
     # --- processes --------------------------------------------------------------------------------------------------
 
     def start(self, name: str) -> None:
+        plan = self.plan
         old = self.processes.get(name)
         if old is not None and old.alive:
             return
@@ -205,7 +209,8 @@ class World:
             return
         self.num_started += 1
         process = self.processes[name] = Process(self, name, node)
-        process.skew_s = 0.0 if self._healing else self.plan.skews_s.get(name, 0.0)
+        process.limit = plan.limit if old is not None or self._healing else plan.old_limit
+        process.skew_s = 0.0 if self._healing else plan.skews_s.get(name, 0.0)
         self.note(f"start {name}")
         process.run(self._body(name))
         assert process.main is not None
@@ -243,7 +248,7 @@ class World:
                     context,
                     LedgerSettings(
                         **_BASE,
-                        max_seats_per_claim=plan.limit,
+                        max_seats_per_claim=self.processes[name].limit,
                         janitor_every_s=3.0,
                         nodes=_NODE_POLICY,
                         coresidency=plan.coresidency,
@@ -253,7 +258,7 @@ class World:
                     ),
                 )
             elif name.startswith("placement"):
-                await serve_placement(context, self._placement_settings())
+                await serve_placement(context, self._placement_settings(self.processes[name].limit))
             else:
                 node = name.removeprefix("launcher-")
                 index = int(node[1:])
@@ -265,11 +270,11 @@ class World:
 
         return body
 
-    def _placement_settings(self) -> PlacementSettings:
+    def _placement_settings(self, limit: int) -> PlacementSettings:
         plan = self.plan
         return PlacementSettings(
             **_BASE,
-            max_seats_per_claim=plan.limit,
+            max_seats_per_claim=limit,
             placement_strategy=plan.strategy,
             owner_affinity=plan.owner_affinity,
             placement_timeout_s=plan.placement_timeout_s,
@@ -357,6 +362,14 @@ class World:
             process.skew_s = 0.0
         for name in self._names():
             self.start(name)
+            if self.processes[name].limit != self.plan.limit and not name.startswith("launcher"):
+                self.processes[name].bus.stopping.set()
+        self._new_limit_at_s = self.loop.now_s + _ROLLED_OUT_S
+
+    def limit_in_force(self) -> int:
+        """What no claim may exceed by a seat added now: the loosest that any replica may still have (S7)."""
+        limits = {self.plan.limit} if self.loop.now_s > self._new_limit_at_s else {self.plan.limit, self.plan.old_limit}
+        return 0 if 0 in limits else max(limits)
 
     def _names(self) -> list[str]:
         plan = self.plan
