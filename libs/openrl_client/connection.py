@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from openrl_client.errors import JobEndedError, Rejected, TimedOut, Unreachable
-from openrl_common.events import EVENT_DECODER, JobAdmitted, JobCancelled, JobFailed, JobSubmitted
+from openrl_common.events import EVENT_DECODER, JobAdmitted, JobCancelled, JobEnded, JobFailed, JobSubmitted
 from openrl_common.names import DEFAULT_TENANT, check_job, check_tenant, query_subject
 from openrl_common.records import JobSpec
 
@@ -158,7 +158,7 @@ class Client:
                     continue
                 if getattr(event, "submission", "") != submission:
                     continue
-                if isinstance(event, JobAdmitted):
+                if isinstance(event, JobAdmitted | JobEnded):  # or cancelled by somebody before it was admitted
                     return
                 if isinstance(event, JobFailed):
                     raise Rejected(event.message, code=event.code)

@@ -131,6 +131,25 @@ async def test_refused_job_raises_placements_code(client: Client) -> None:
     assert caught.value.code == "impossible"
 
 
+async def test_a_job_cancelled_before_it_was_admitted_is_told_as_ended(nats_url: str, far_side: Bus) -> None:
+    """Placement was killed between its record and its answer, the cancellation came first: no JobAdmitted follows."""
+
+    async def end_at_once() -> None:
+        async for delivery in far_side.tail(stream="OPENRL_EVENTS", subject="openrl.ev.client.>"):
+            event = delivery.event()
+            assert isinstance(event, JobSubmitted)
+            record = record_of(event, delivery.sequence, JobPhase.CANCELLED)
+            await far_side.store.jobs.put(f"{event.tenant}.{event.job}", record)
+            await far_side.publish(
+                JobEnded(tenant=event.tenant, job=event.job, submission=event.submission, outcome="Cancelled")
+            )
+
+    async with connect(nats_url, "t") as client, playing(end_at_once()):
+        job = await client.submit(SPEC)
+        with pytest.raises(JobEndedError, match="Cancelled"):
+            await job.ready(5.0)
+
+
 async def test_nobody_answers_in_time(nats_url: str, far_side: Bus) -> None:
     published: list[str] = []
     async with connect(nats_url, "t") as client:
