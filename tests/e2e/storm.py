@@ -23,7 +23,7 @@ import psutil
 from e2e.revisions import Replay, Revisions, consumers_behind, read_lives
 from openrl_client.supervisor import LocalSystem
 from openrl_common.bus import Bus
-from openrl_common.errors import Transient
+from openrl_common.errors import Rejected, Transient
 from openrl_common.events import (
     EVENT_DECODER,
     Event,
@@ -201,9 +201,17 @@ class Storm:
     async def calm(self) -> None:
         """Wait until every wait is true, end every job, wait until nothing is left (invariants 7 and 9)."""
         for name in SERVICES:
-            await self._system.ready(name, deadline_s=60.0)
+            await self._ready(name)
         await self._rests(lambda settled: settled.waits_are_true(), "the system does not come to rest")
         await self._rests(lambda settled: settled.nothing_is_left(), "something is left", self._finish_all)
+
+    async def _ready(self, name: str) -> None:
+        """``ready`` of a start gives a service up that ended three times in a row; here it was killed."""
+        async with asyncio.timeout(60.0):
+            while True:
+                with contextlib.suppress(Rejected):
+                    return await self._system.ready(name, deadline_s=60.0)
+                await asyncio.sleep(0.2)
 
     async def _finish_all(self) -> None:
         for entry in (await self._bus.store.jobs.list()).values():
@@ -237,17 +245,21 @@ class Storm:
 
     def unanswered(self) -> list[str]:
         """Acknowledged submissions without an answer, admitted ones without an end."""
-        said: dict[type, set[str]] = {JobAdmitted: set(), JobFailed: set(), JobEnded: set()}
+        said: dict[type, set[str]] = {kind: set() for kind in (JobSubmitted, JobAdmitted, JobFailed, JobEnded)}
         for message in self.revisions.of["OPENRL_EVENTS"]:
             event = EVENT_DECODER.decode(message.data)
-            if isinstance(event, JobAdmitted | JobFailed | JobEnded):
+            if isinstance(event, JobSubmitted | JobAdmitted | JobFailed | JobEnded):
                 said[type(event)].add(event.submission)
         found = []
         for job in self.acknowledged:
-            if job.submission not in said[JobAdmitted] | said[JobFailed]:
-                found.append(f"submission {job.submission} of job {job.job} was never answered")
-            if job.submission in said[JobAdmitted] and job.submission not in said[JobEnded]:
-                found.append(f"submission {job.submission} of job {job.job} was admitted and never ended")
+            who = f"submission {job.submission} of job {job.job}"
+            if job.submission not in said[JobSubmitted]:
+                found.append(f"{who} is not stored")
+            # cancelled before the answer could be said (placement was killed, the disk full): its end is the answer
+            elif job.submission not in said[JobAdmitted] | said[JobFailed] | said[JobEnded]:
+                found.append(f"{who} was never answered")
+            elif job.submission in said[JobAdmitted] and job.submission not in said[JobEnded]:
+                found.append(f"{who} was admitted and never ended")
         return found
 
 
