@@ -177,7 +177,7 @@ class Cluster:
         """A launcher under its own service account; leaving the block kills it as a crash would."""
         settings = KubernetesSettings(
             nats_url=self.system.nats_url, kubeconfig=self.kubeconfig, namespace=NAMESPACE, driver=DRIVER,
-            device_class=DRIVER, **{"stop_grace_s": 1.0, **fields},
+            device_class=DRIVER, shared_volume="test-shared", **{"stop_grace_s": 1.0, **fields},
         )  # fmt: skip
         bus = await Bus.connect(self.system.nats_url, name="launcher")
         api = await KubeApi.connect(kubeconfig=self.kubeconfig, namespace=NAMESPACE)
@@ -354,28 +354,28 @@ def write_model(directory: Path) -> Path:
 
 
 def volume() -> list[dict[str, Any]]:
-    """The shared volume of the workers, bound."""
+    """The shared volume of the workers, bound. (Not the installation's own name: that one is dry-run beside it.)"""
     size = {"storage": "1Gi"}
     return [
         {
             "apiVersion": "v1",
             "kind": "PersistentVolume",
-            "metadata": {"name": "openrl-shared"},
+            "metadata": {"name": "test-shared"},
             "spec": {
                 "capacity": size,
                 "accessModes": ["ReadWriteMany"],
                 "hostPath": {"path": "/nowhere"},
-                "claimRef": {"namespace": NAMESPACE, "name": "openrl-shared"},
+                "claimRef": {"namespace": NAMESPACE, "name": "test-shared"},
             },
         },
         {
             "apiVersion": "v1",
             "kind": "PersistentVolumeClaim",
-            "metadata": {"name": "openrl-shared", "namespace": NAMESPACE},
+            "metadata": {"name": "test-shared", "namespace": NAMESPACE},
             "spec": {
                 "accessModes": ["ReadWriteMany"],
                 "storageClassName": "",
-                "volumeName": "openrl-shared",
+                "volumeName": "test-shared",
                 "resources": {"requests": size},
             },
         },
