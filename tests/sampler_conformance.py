@@ -21,11 +21,13 @@ from peft import PeftModel
 from sampler_support import quiet_peft, save_delta_version
 
 from openrl_common.errors import Rejected
-from openrl_common.records import JobKind
-from openrl_common.wire import SamplingParams
+from openrl_common.records import JobKind, LoraSpec
+from openrl_common.wire import AdamParams, Datum, Forward, ForwardBackward, OptimStep, SamplingParams, SaveWeights
 from openrl_sampler import streamed
 from openrl_sampler.engine import GenerateCall, Generated
 from openrl_sampler.weights_keeper import apply as apply_record
+from openrl_trainer.engine import EngineSettings, JobSettings, TrainEngine
+from openrl_trainer.model import BaseModel, prepare_torch
 
 PROMPTS = [[5, 9, 13], [7, 8, 30, 31, 32, 40, 2], [44, 3]]
 JOB = "t.j.1"
@@ -543,3 +545,50 @@ def test_v9_an_adapter_that_does_not_fit_leaves_the_served_one(
         apply(engine, record)
     assert engine.version(JOB) == 1
     assert tokens_of(run(engine, PROMPTS, max_tokens=8, seed=7)) == expected
+
+
+# --- with the trainer --------------------------------------------------------------------------------------------
+
+
+def _train(trainer: TrainEngine, seq: int) -> Any:
+    """One step of SFT on fixed data, then a weights version; returns its record."""
+    data = [Datum(tokens=[5, 9, 13, 20, 21, 22]), Datum(tokens=[44, 3, 17, 18])]
+    requests = (
+        ForwardBackward(seq=seq, incarnation=1, data=data, loss="cross_entropy"),
+        OptimStep(seq=seq + 1, incarnation=1, adam=AdamParams(learning_rate=0.02)),
+        SaveWeights(seq=seq + 2, incarnation=1),
+    )
+    for request in requests:
+        outcome = trainer.apply(request)
+        assert outcome.result.error is None, outcome.result.error
+    return outcome.weights
+
+
+@pytest.mark.parametrize("kind", [JobKind.FFT, JobKind.LORA])
+def test_v12_trainer_and_sampler_give_the_same_logprobs(
+    kind: JobKind, new_engine: Callable[..., Any], model_path: Path, tmp_path: Path, tolerance: float
+) -> None:
+    """V12: float32 on one device: nothing but the order of sums may differ; FFT versions may be deltas."""
+    lora = LoraSpec(rank=4) if kind is JobKind.LORA else None
+    base = BaseModel(str(model_path), dtype="float32", device=prepare_torch(1, 0), frozen=lora is not None)
+    trainer = TrainEngine(
+        base,
+        JobSettings(tenant="t", job="j", incarnation=1, seed=0, lora=lora),
+        EngineSettings(home=tmp_path, token_budget=1024, keep_weights=4),
+    )
+    trainer.deltas = lora is None
+    engine = new_engine(kind=kind)
+    previous: list[list[int]] = []
+    for step in range(3):
+        record = _train(trainer, 10 * step + 1)
+        apply(engine, record)
+        result = run(engine, PROMPTS, max_tokens=10)
+        sequences = [group[0] for group in result.sequences]
+        assert {version for one in sequences for version in one.versions} == {record.version}
+        data = [Datum(tokens=prompt + one.tokens) for prompt, one in zip(PROMPTS, sequences, strict=True)]
+        theirs = trainer.apply(Forward(seq=10 * step + 9, incarnation=1, data=data)).result.logprobs
+        assert theirs is not None
+        for prompt, one, logprobs in zip(PROMPTS, sequences, theirs, strict=True):
+            assert one.logprobs == pytest.approx(logprobs[len(prompt) :], abs=3 * tolerance)
+        assert [one.tokens for one in sequences] != previous
+        previous = [one.tokens for one in sequences]

@@ -96,7 +96,7 @@ def test_v4_the_seat_decides_how_many_tokens_are_kept(new_engine: Callable[..., 
     roomy = new_engine(device_bytes=8 * GIB, max_num_seqs=8)
     assert roomy.kv_tokens_max == 9 * 128
     per_token = 2 * 2 * 2 * 32 * 4
-    tight = new_engine(device_bytes=GIB // 2 + (4 << 20), max_num_seqs=10_000)
+    tight = new_engine(device_bytes=GIB // 2 + (4 << 20), max_num_seqs=10_000, prefill_tokens=2048)
     assert 2 * 128 <= tight.kv_tokens_max <= (4 << 20) // per_token
 
 

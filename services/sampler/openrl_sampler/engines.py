@@ -146,6 +146,7 @@ def _vllm_options(workload: WorkloadRecord, settings: EngineSettings) -> VllmOpt
         device_bytes=settings.device_bytes,
         num_devices=workload.shape.device_count,
         max_num_seqs=settings.max_num_seqs,
+        prefill_tokens=settings.prefill_tokens,
         max_adapters=settings.max_adapters,
         adapter_slots=settings.adapter_slots,
         update_method=settings.update_method,

@@ -35,7 +35,10 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_PLUGINS": "",
 }
-_DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING"}
+_DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers share a host's cores: OMP_NUM_THREADS says how many
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,7 @@ class VllmOptions:
     device_bytes: int = 0
     num_devices: int = 1
     max_num_seqs: int = 256
+    prefill_tokens: int = 8192
     max_adapters: int = 32
     adapter_slots: int = 8
     update_method: str = "streamed"
@@ -91,6 +95,7 @@ def compile_facts(options: VllmOptions, *, device: str, versions: dict[str, str]
         "dtype": options.dtype,
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
+        "prefill_tokens": options.prefill_tokens,
         "num_devices": options.num_devices,
         "rank": options.lora_rank if options.kind is JobKind.LORA else 0,
         "adapter_slots": min(options.adapter_slots, options.max_adapters) if options.kind is JobKind.LORA else 0,
@@ -109,6 +114,7 @@ def engine_arguments(options: VllmOptions, checkpoint: Checkpoint, *, on_cpu: bo
         "dtype": _dtype(options.dtype, on_cpu),
         "load_format": "safetensors",
         "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": max(options.prefill_tokens, options.max_num_seqs),
         "tensor_parallel_size": options.num_devices,
         "enable_prefix_caching": True,
         "enforce_eager": not compiled,
