@@ -241,8 +241,19 @@ def _is_mine(view: View, claim_id: str) -> bool:
 # --- claims -------------------------------------------------------------------------------------------------------
 
 
+def _occupied(view: View) -> set[str]:
+    """Claims whose workers are not seen gone yet (B4); "" among them: of a process that runs nobody knows the claim.
+
+    Such a one was found running without a record, and its seat is lost with the ledger's bucket (L7). It may be on any
+    device of the node, so none is freed before it is gone.
+    """
+    return {worker.claim for worker in view.workers.values() if worker.status is not Status.GONE}
+
+
 def _free(view: View) -> Iterator[Action]:
-    occupied = {worker.claim for worker in view.workers.values() if worker.status is not Status.GONE}
+    occupied = _occupied(view)
+    if "" in occupied:
+        return
     for claim_id, claim in view.claims.items():
         if claim.state not in (ClaimState.RETIRING, ClaimState.GONE) or claim_id in occupied:
             continue
@@ -261,6 +272,8 @@ def _free(view: View) -> Iterator[Action]:
 
 
 def _stale_holds(view: View) -> Iterator[Action]:
+    if "" in _occupied(view):
+        return
     for device, claim_id in view.holds.items():
         cut = view.cuts.get(claim_id)
         if cut is None:

@@ -85,9 +85,7 @@ class Launcher:
     def readiness(self) -> dict[str, Check]:
         return {
             "consumer": check(self._bound.is_set, "the consumer is not bound yet"),
-            "ledger": check(
-                lambda: bool(self._identity.known), "the ledger's bucket has no identity (new, or lost)"
-            ),
+            "ledger": check(lambda: bool(self._identity.known), "the ledger's bucket has no identity (new, or lost)"),
             "caches": check(lambda: self._synced, "the ledger has not been read yet"),
             "workers": check(lambda: not self.workers.draining, "its workers are being stopped"),
             "node": check(lambda: self._heartbeat.holds, "the last heartbeat is too old"),

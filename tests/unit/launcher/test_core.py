@@ -300,6 +300,18 @@ def test_a_retiring_claim_is_freed_once_its_workers_are_gone_B4() -> None:
     assert decide(gone) == [Forget("a1"), Free("c1")]
 
 
+def test_no_device_is_freed_while_a_process_runs_whose_claim_nobody_knows_B4_L7() -> None:
+    unknown = {"a9": LocalWorker("a9", "t--k--trainer", "", Status.BUSY)}
+    state = view(
+        claims={"c1": allocated(state=ClaimState.RETIRING)},
+        cuts={"c1": cut("dev1")},
+        holds={"dev1": "c1", "dev2": "c2"},
+        workers=unknown,
+    )
+    assert decide(state) == []
+    assert set(decide(replace(state, workers={}))) == {Free("c1"), ReleaseDevice("dev2", "c2")}
+
+
 def test_a_retiring_claim_that_was_never_cut_is_written_off_B8() -> None:
     assert decide(view(claims={"c1": replace_state(pending(), ClaimState.RETIRING)})) == [Free("c1")]
 
