@@ -388,9 +388,16 @@ class MemoryServer:
             for consumer in stream.consumers.values():
                 consumer.dispatch()
 
-    def lose_watchers(self, of: MemoryBus | None) -> None:
+    def lose_bucket(self, name: str) -> None:
+        """It is gone with all that was in it, and made anew, empty, the next moment."""
+        bucket = self.streams[f"KV_{name}"]
+        bucket.last.clear()
+        bucket.seq = 0
+        self.lose_watchers(None, bucket)
+
+    def lose_watchers(self, of: MemoryBus | None, only: Stream | None = None) -> None:
         """Every live reader of one bus, or of all, has to read again."""
-        for stream in self.streams.values():
+        for stream in self.streams.values() if only is None else (only,):
             lost = [watcher for watcher in stream.watchers if of is None or watcher.bus is of]
             stream.watchers = [watcher for watcher in stream.watchers if watcher not in lost]
             for watcher in lost:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from openrl_common.events import EVENT_DECODER, WorkerGone
+from openrl_common.identity import KEY
 from openrl_common.memory_server import MemoryServer, Stored, Stream
 from openrl_common.quantities import GIB
 from openrl_common.records import (
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 RESERVE_BYTES = GIB
 """Device memory that co-resident workers leave free."""
+_IDENTITY = f"$KV.openrl_ledger.meta.{KEY}"
 KINDS: dict[str, type[Any]] = {
     "$KV.openrl_ledger.seat.": SeatRecord,
     "$KV.openrl_ledger.claim.": ClaimRecord,
@@ -125,6 +127,8 @@ class Invariants:
         self._world = world
         self.truth = Truth(world.server)
         self._lost_at_s: dict[str, float] = {}
+        self.ledger_is_lost = False
+        """Until it is rebuilt nothing in its bucket means anything: nobody may act on it, what runs goes on (L7)."""
         self._checks: dict[str, Callable[[str, Any, Any], None]] = {
             "$KV.openrl_ledger.seat.": self._seat,
             "$KV.openrl_ledger.claim.": self._claim,
@@ -141,7 +145,9 @@ class Invariants:
         if check is None:
             root = subject[: subject.find(".", len(root)) + 1]
             check = self._checks.get(root)
-        if check is not None:
+        if subject == _IDENTITY and message.data:
+            self.ledger_is_lost = False
+        if check is not None and not (self.ledger_is_lost and root.startswith("$KV.openrl_ledger.")):
             check(subject[len(root) :], value_of(root, before), value_of(root, message))
 
     def _expect(self, holds: bool, what: str) -> None:
@@ -426,6 +432,8 @@ class Invariants:
 
     def _backed(self, started: Worker, what: str) -> None:
         launch = started.launch
+        if self.ledger_is_lost:
+            return
         claim_id = self.claim_of(started)
         claim = self.truth.claim(claim_id) if claim_id else None
         lease = self.truth.lease(launch.assignment)

@@ -39,7 +39,7 @@ class JobPlan:
 
 @dataclass(frozen=True)
 class Fault:
-    """``what``: kill, stop, outage, stall, power-off, cut-off. ``whom``: a process, or a node for the last two."""
+    """``what``: kill, stop, outage, stall, power-off, cut-off, ledger-lost. ``whom``: a process, or a node."""
 
     what: str
     at_s: float
@@ -173,6 +173,8 @@ def _faults(random: Random, services: list[str], num_nodes: int) -> tuple[Fault,
             what, node = random.choice(("power-off", "cut-off")), f"n{random.randrange(num_nodes)}"
             lasts_s = random.choice((random.uniform(0.5, 6.0), random.uniform(15.0, 40.0)))
             faults.append(Fault(what, at_s, node, lasts_s))
+    if random.random() < 0.06:
+        faults.append(Fault("ledger-lost", random.uniform(4.0, FAULT_PHASE_S)))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 

@@ -22,4 +22,11 @@ REGRESSIONS: dict[int, str] = {
     1496: "a worker that ended on a quarantined claim was neither started again nor given another seat",
     2244: "an end was acknowledged because its submission had been refused, before that refusal was written",
     775: "the simulator's mirror took back a change that had overtaken its list",
+    12: 'a late try of a worker\'s own "not ready yet" landed on its "ready"',
+    84: "a worker that had the device for itself went on working although its lease had lapsed",
+    97: "a ledger that was told to stop during an outage ended with a TimeoutError instead of code 0",
+    150: "a device hold that was given up as lost landed after a long outage, and nobody released it",
+    210: "a worker read the record of an earlier incarnation, which had been exclusive, and took no turns",
+    35: "a claim that a replica with the old limit had refused was never offered again (S7)",
+    385: "a device was freed under a process without a record, whose seat was lost with the ledger's bucket (L7)",
 }

@@ -34,6 +34,7 @@ from openrl_common.service import ServiceContext
 from openrl_launcher.__main__ import _body as launcher_body
 from openrl_launcher.service import Launcher
 from openrl_launcher.settings import LauncherSettings
+from openrl_ledger import rebuild
 from openrl_ledger.core.nodes import NodePolicy
 from openrl_ledger.service import LedgerSettings
 from openrl_ledger.service import serve as serve_ledger
@@ -109,6 +110,7 @@ class World:
         self.truth = self.invariants.truth
         self.processes: dict[str, Process] = {}
         self.machines: dict[str, Machine] = {}
+        self._held_back: set[str] = set()
         self._dark: dict[str, float] = {}
         self.cut_off: dict[str, float] = {}
         """Nodes without power, and nodes without a network, and until when."""
@@ -205,7 +207,7 @@ class World:
         if old is not None and old.alive:
             return
         node = name.removeprefix("launcher-")
-        if node in self._dark:
+        if node in self._dark or name in self._held_back:
             return
         self.num_started += 1
         process = self.processes[name] = Process(self, name, node)
@@ -231,7 +233,7 @@ class World:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, BaseExceptionGroup):
             error = service._root(error)
-        taken_over = isinstance(error, Rejected) and error.code == "duty-lost"
+        taken_over = isinstance(error, Rejected) and error.code in ("duty-lost", "ledger-replaced")
         if error is not None and not isinstance(error, Transient) and not taken_over:
             self.violation(f"process {process.name} failed: {error!r}{_where(error)}")
         self.note(f"process {process.name} ended: {error!r}")
@@ -317,11 +319,33 @@ class World:
             self.machines[fault.whom].power_off()
             self.kill(f"launcher-{fault.whom}")
             self.loop.post(fault.lasts_s, self._power_on, fault.whom)
+        elif fault.what == "ledger-lost":
+            self.server.lose_bucket("openrl_ledger")
+            self.invariants.ledger_is_lost = True
+            self.loop.create_task(self._rebuild_ledger(), context=self.client.bus.context)
         elif fault.what == "cut-off":
             self.cut_off[fault.whom] = max(self.cut_off.get(fault.whom, 0.0), self.loop.now_s + fault.lasts_s)
             for bus in self._buses(fault.whom):
                 bus.cut_off = True
             self.loop.post(fault.lasts_s, self._network_is_back, fault.whom)
+
+    async def _rebuild_ledger(self) -> None:
+        """What an operator does whose ledger's bucket is lost: stop every replica, rebuild, start them again (L7)."""
+        self._held_back = {name for name in self._names() if name.startswith("ledger")}
+        for name in sorted(self._held_back):
+            self.kill(name)
+        await asyncio.sleep(_ROLLED_OUT_S)  # their last words are over
+        while True:
+            try:
+                found = await rebuild.look(self.client.bus)
+                await rebuild.write(self.client.bus, found.rebuilt)
+                break
+            except Transient:
+                await asyncio.sleep(0.5)
+        self.note("the ledger is rebuilt")
+        names, self._held_back = self._held_back, set()
+        for name in sorted(names):
+            self.start(name)
 
     def _server_back(self) -> None:
         if not self.server.up:
