@@ -14,6 +14,7 @@ Not here: order, duplicates and gaps (log.py), the bus (service.py). Blocking; t
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass, replace
@@ -45,14 +46,14 @@ from openrl_common.wire import (
 from openrl_trainer.batch import MicroBatch, check_data, make_micro_batch
 from openrl_trainer.checkpoints import checkpoint_directory, pin_load, pinned_load
 from openrl_trainer.losses import WITHOUT_POLICY, check_loss, chunked_logprobs, token_loss
+from openrl_trainer.memory_model import is_out_of_memory, memory_model
 from openrl_trainer.model import BaseModel
 from openrl_trainer.optimizer import Adam
-from openrl_trainer.packing import default_token_budget, pack
+from openrl_trainer.packing import pack
 from openrl_trainer.state_file import OPTIMIZER_SECTIONS, SECTIONS, State, read_state, write_state
 from openrl_trainer.weights_out import VersionRequest, VersionWriter, copy_weights, host_copy, remove_old_versions
 
-_LOGITS_PER_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 26}
-"""Logits held at once (R3): 64 MiB on a CPU, 256 MiB on a GPU, in float32."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,7 @@ class TrainEngine:
     Attributes:
         version: the newest weights version (0 = none yet, the base model).
         deltas: whether versions may be deltas: the job's sampler takes them.
+        token_budget: tokens of a pass; halved when memory was short all the same (once), and in every result (R5).
     """
 
     def __init__(self, base: BaseModel, job: JobSettings, settings: EngineSettings) -> None:
@@ -117,13 +119,9 @@ class TrainEngine:
         self._parameters = base.trainable(job.adapter)
         self._adam = Adam(self._parameters, float32_masters=job.float32_masters)
         self._gradients: dict[str, Tensor] = {}
-        trained_bytes = sum(p.numel() * p.element_size() for p in self._parameters.values())
-        self.token_budget = settings.token_budget or default_token_budget(
-            device_bytes=settings.device_bytes,
-            resident_bytes=base.parameter_bytes + 3 * trained_bytes,
-            **base.sizes,
-        )
-        self._chunk_tokens = max(1, _LOGITS_PER_CHUNK.get(base.device.type, 1 << 24) // base.vocabulary)
+        self.memory = memory_model(base, self._parameters, adapter=job.adapter, float32_masters=job.float32_masters)
+        self.token_budget = settings.token_budget or self.memory.token_budget(settings.device_bytes)
+        self._may_halve = True
 
     def close(self) -> None:
         """Give the adapter's memory back. The engine is not used after it."""
@@ -157,16 +155,11 @@ class TrainEngine:
         try:
             if self.job.adapter:
                 self.base.activate(self.job.adapter)
-            outcome = yield from self._run(request)
+            outcome = yield from self._run_within_memory(request)
         except Rejected as error:
             return Outcome(TrainResult(seq=request.seq, error=ErrorInfo(code=error.code, message=str(error))))
-        except torch.OutOfMemoryError as error:
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            message = (
-                f"out of memory with {self.token_budget} tokens a pass: lower OPEN_RL_TRAIN_TOKEN_BUDGET ({error})"
-            )
-            return Outcome(TrainResult(seq=request.seq, error=ErrorInfo(code="out-of-memory", message=message)))
+        except _OutOfMemory as error:
+            return Outcome(TrainResult(seq=request.seq, error=ErrorInfo(code="out-of-memory", message=str(error))))
         seconds = time.perf_counter() - started
         result = replace_metrics(outcome.result, seconds=seconds)
         return replace(outcome, result=result)
@@ -178,6 +171,41 @@ class TrainEngine:
             if parameter.grad is not None:
                 yield parameter.grad
         yield from self._adam.tensors()
+
+    def _run_within_memory(self, request: AnyTrainRequest) -> Generator[None, None, Outcome]:
+        """Run; when memory is short, halve the budget once and run the whole request again, gradients as before it.
+
+        The whole request and not its failing micro-batch alone: its result then names the one budget that it was
+        packed under, and a replay takes the same path (R5).
+        """
+        while True:
+            try:
+                return (yield from self._run(request))
+            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+            # Out of the except block: its traceback kept the tensors of the failed pass.
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            had = self.token_budget
+            if not self._halve_budget(request):
+                advice = "lower OPEN_RL_TRAIN_TOKEN_BUDGET or declare more device memory"
+                raise _OutOfMemory(f"out of memory with {had} tokens a pass: {advice} ({reason})")
+            log.warning("out of memory with %d tokens a pass, %d from now on: %s", had, self.token_budget, reason)
+
+    def _halve_budget(self, request: AnyTrainRequest) -> bool:
+        """Half of what the largest pass of this request had, but not less than its longest sequence; once."""
+        if not self._may_halve or not isinstance(request, Forward | ForwardBackward):
+            return False
+        lengths = [len(datum.tokens) for datum in request.data]
+        passes = pack(lengths, self.token_budget)
+        largest = max(len(indices) * max(lengths[index] for index in indices) for indices in passes)
+        halved = max(largest // 2, max(lengths))
+        if halved >= largest:
+            return False
+        self.token_budget, self._may_halve = halved, False
+        return True
 
     def _run(self, request: AnyTrainRequest) -> Generator[None, None, Outcome]:
         match request:
@@ -207,12 +235,12 @@ class TrainEngine:
                 self.version = stored.version or self.version
             elif not isinstance(request, Forward | SaveState | ListStates | DeleteState):
                 # What decides rounding is taken from the first time, whatever this life was started with (R5).
-                budget = self.token_budget
-                self.token_budget = int(stored.metrics.get("token_budget", budget))
+                budget, may_halve = self.token_budget, self._may_halve
+                self.token_budget, self._may_halve = int(stored.metrics.get("token_budget", budget)), False
                 try:
                     again = (yield from self.steps(request)).result
                 finally:
-                    self.token_budget = budget
+                    self.token_budget, self._may_halve = budget, may_halve
                 if again.error is not None:
                     raise Rejected(
                         f"entry {request.seq} succeeded before and fails now ({again.error.message}):"
@@ -242,7 +270,8 @@ class TrainEngine:
             chosen: Tensor = logits.gather(-1, batch.targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
             return chosen
         hidden = self.base.hidden(batch.ids).flatten(0, 1).index_select(0, batch.positions)
-        return chunked_logprobs(hidden, batch.targets, self.base.head, self._chunk_tokens)
+        chunk_tokens = self.memory.chunk_tokens(self.token_budget)
+        return chunked_logprobs(hidden, batch.targets, self.base.head, chunk_tokens)
 
     def _forward(self, request: Forward) -> Generator[None, None, TrainResult]:
         self._check(request.data)
@@ -281,11 +310,11 @@ class TrainEngine:
                     del batch
                     yield
             # One memory layout whatever autograd chose, as load_state gives back: sums must round alike (R5).
-            fresh = {
-                name: parameter.grad.contiguous()
-                for name, parameter in self._parameters.items()
-                if parameter.grad is not None
-            }
+            fresh: dict[str, Tensor] = {}
+            for name, parameter in self._parameters.items():
+                if parameter.grad is not None:
+                    fresh[name] = parameter.grad.contiguous()
+                    parameter.grad = None  # at once: all of them twice would be the peak of a small batch
         finally:
             for parameter in self._parameters.values():
                 parameter.grad = None
@@ -440,6 +469,10 @@ def _written_later(seq: int, write: Callable[[], Outcome]) -> Outcome:
         return replace(outcome, result=replace_metrics(outcome.result, write_seconds=seconds))
 
     return Outcome(TrainResult(seq=seq), write=guarded)
+
+
+class _OutOfMemory(Exception):
+    """Memory was short, and a smaller budget would not help or was tried."""
 
 
 def replace_metrics(result: TrainResult, **metrics: float) -> TrainResult:

@@ -15,9 +15,6 @@ from openrl_common.errors import Rejected
 
 TOKEN_BUDGET_MAX = 65_536
 TOKEN_BUDGET_MIN = 256
-_ACTIVATION_VALUES_PER_HIDDEN = 17
-"""Values kept for the backward pass per layer, token and hidden unit without attention scores: 34 bytes at 2 bytes a
-value (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 1)."""
 
 
 def pack(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
@@ -54,20 +51,3 @@ def check_lengths(lengths: Sequence[int], length_max: int, token_budget: int) ->
                 " OPEN_RL_TRAIN_TOKEN_BUDGET",
                 code="too-long",
             )
-
-
-def default_token_budget(
-    *, device_bytes: int, resident_bytes: int, hidden: int, layers: int, intermediate: int, value_bytes: int
-) -> int:
-    """Tokens per forward pass when nobody set a number.
-
-    Half of what the seat declares beyond the resident weights, gradients and optimizer (``resident_bytes``), divided by
-    the activations one token leaves behind. It uses the declared bytes and not the bytes free right now, so that a
-    restarted trainer packs the same way. ``device_bytes`` 0 (unknown) gives 8,192.
-    """
-    if device_bytes <= 0:
-        return 8_192
-    wide = max(hidden, (hidden + intermediate) // 2)
-    token_bytes = max(1, layers * wide * _ACTIVATION_VALUES_PER_HIDDEN * value_bytes)
-    budget = max(0, device_bytes - resident_bytes) // 2 // token_bytes
-    return max(TOKEN_BUDGET_MIN, min(TOKEN_BUDGET_MAX, budget))

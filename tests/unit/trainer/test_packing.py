@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrl_common.errors import Rejected
-from openrl_trainer.packing import TOKEN_BUDGET_MAX, TOKEN_BUDGET_MIN, check_lengths, default_token_budget, pack
+from openrl_trainer.packing import check_lengths, pack
 
 
 @given(st.lists(st.integers(2, 100), min_size=1, max_size=60), st.integers(100, 500))
@@ -35,19 +35,3 @@ def test_a_sequence_that_does_not_fit_is_refused_by_name_with_both_numbers_R2(
     with pytest.raises(Rejected) as caught:
         check_lengths(lengths, length_max=64, token_budget=32)
     assert all(word in str(caught.value) for word in words)
-
-
-def test_the_default_budget_grows_with_declared_memory_and_stays_in_bounds_R2() -> None:
-    def budget(gib: float) -> int:
-        return default_token_budget(
-            device_bytes=int(gib * 2**30),
-            resident_bytes=2**30,
-            hidden=4096,
-            layers=36,
-            intermediate=12288,
-            value_bytes=2,
-        )
-
-    assert budget(0.5) == TOKEN_BUDGET_MIN
-    assert TOKEN_BUDGET_MIN < budget(24) < budget(80) < TOKEN_BUDGET_MAX
-    assert budget(10_000) == TOKEN_BUDGET_MAX
