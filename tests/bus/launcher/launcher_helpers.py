@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import psutil
+from prometheus_client import CollectorRegistry
 
 from openrl_common.bus import Bus
 from openrl_common.events import Event
@@ -30,6 +31,9 @@ from openrl_common.records import (
     WorkloadPhase,
     WorkloadRecord,
 )
+from openrl_common.service import ServiceContext
+from openrl_ledger.core.nodes import NodePolicy
+from openrl_ledger.service import LedgerSettings, serve
 
 T = TypeVar("T")
 FAKE_WORKERS = Path(__file__).parent / "fake_workers"
@@ -179,3 +183,24 @@ async def until(look: Callable[[], Any], deadline_s: float = 20.0) -> Any:
             return found
         assert time.monotonic() < deadline, "it did not come true in time"
         await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def judging(
+    url: str, home: Path, policy: NodePolicy | None = None, *, janitor_every_s: float = 60.0
+) -> AsyncIterator[None]:
+    """The ledger service, in this process."""
+    bus = await Bus.connect(url, name="ledger")
+    context = ServiceContext(bus, bus.stopping, CollectorRegistry(), {})
+    config = LedgerSettings(
+        nats_url=url, home=home, log_level="info", log_format="json", health_host="127.0.0.1", health_port=0,
+        max_seats_per_claim=0, janitor_every_s=janitor_every_s, nodes=policy or NodePolicy(),
+    )  # fmt: skip
+    serving = asyncio.create_task(serve(context, config))
+    try:
+        yield
+        assert not serving.done(), serving
+    finally:
+        bus.stopping.set()
+        await asyncio.gather(serving, return_exceptions=True)
+        await bus.close()

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import psutil
 import pytest
-from prometheus_client import CollectorRegistry
 
 import openrl_launcher.service
-from bus.launcher.launcher_helpers import Ledger, alive, until
+from bus.launcher.launcher_helpers import Ledger, alive, judging, until
 from openrl_common import duty
-from openrl_common.bus import Bus
 from openrl_common.errors import Rejected
 from openrl_common.events import NodeChanged, NodeJoined, WorkerLaunched
 from openrl_common.nats_server import NatsServer
 from openrl_common.quantities import GIB
 from openrl_common.records import Device, LeaseState, SeatState, Standing
-from openrl_common.service import ServiceContext
 from openrl_launcher.backend import Inventory
 from openrl_launcher.heartbeat import inventory_problem
 from openrl_launcher.service import Launcher
 from openrl_ledger.core.nodes import NodePolicy
-from openrl_ledger.service import LedgerSettings, serve
 
 Launch = Callable[..., AbstractAsyncContextManager[Launcher]]
 BEAT_S = 0.2
@@ -42,25 +37,6 @@ FAST = NodePolicy(suspect_after_s=3 * BEAT_S + 0.2, watch_after_s=BEAT_S + 0.1, 
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openrl_launcher.service, "HEARTBEAT_S", BEAT_S)
     monkeypatch.setattr(duty, "DUTY_RENEW_S", 0.2)
-
-
-@contextlib.asynccontextmanager
-async def judging(url: str, home: Path, policy: NodePolicy = FAST) -> AsyncIterator[None]:
-    """The ledger service, in this process."""
-    bus = await Bus.connect(url, name="ledger")
-    context = ServiceContext(bus, bus.stopping, CollectorRegistry(), {})
-    config = LedgerSettings(
-        nats_url=url, home=home, log_level="info", log_format="json", health_host="127.0.0.1", health_port=0,
-        max_seats_per_claim=0, janitor_every_s=60.0, nodes=policy,
-    )  # fmt: skip
-    serving = asyncio.create_task(serve(context, config))
-    try:
-        yield
-        assert not serving.done(), serving
-    finally:
-        bus.stopping.set()
-        await asyncio.gather(serving, return_exceptions=True)
-        await bus.close()
 
 
 async def standing(ledger: Ledger, wanted: Standing, deadline_s: float = 20.0) -> None:
@@ -93,7 +69,7 @@ async def test_f3_seats_of_a_dead_node_are_released_and_the_node_may_come_back(
     ledger: Ledger, launch: Launch, nats_url: str, home: Path
 ) -> None:
     """F3, B5: launcher and workers end at once; suspect, lost, seat released, NodeJoined when it is back."""
-    async with judging(nats_url, home):
+    async with judging(nats_url, home, FAST):
         async with launch(devices=(8,)):
             workload, assignment, pid = await live_worker(ledger)
         os.kill(pid, signal.SIGKILL)
@@ -119,7 +95,7 @@ async def more(ledger: Ledger, joined: int) -> bool:
 
 async def test_f3_a_dead_launcher_is_no_dead_node(ledger: Ledger, launch: Launch, nats_url: str, home: Path) -> None:
     """F3: the workers renew: the node is suspect and keeps its seats; the next launcher adopts the worker (B1)."""
-    async with judging(nats_url, home):
+    async with judging(nats_url, home, FAST):
         async with launch(devices=(8,)):
             workload, assignment, pid = await live_worker(ledger)
         await standing(ledger, Standing.SUSPECT)

@@ -396,3 +396,30 @@ def test_L6_a_retiring_claim_is_its_launchers_to_free_and_no_leftover(world: Wor
     assert janitor.retiring(world.claims()) == {first.claim: "n1"}
     world.settle()
     assert world.claims()[first.claim].state is ClaimState.RETIRING
+
+
+def test_E12_a_late_word_about_an_older_assignment_takes_nothing_from_the_newer_one(world: World) -> None:
+    """E12: acknowledgements fence nobody, so a message may be handled long after it is true: the assignment tells."""
+    first = founded(world, "w1")
+    world.handle(release("w1", first.assignment, close=False))
+    world.handle(gone(first))
+    second = booked(world, request("w1", attempt=2))
+    assert second.assignment != first.assignment
+    before = world.seats()["w1"], world.claims()[second.claim]
+    world.handle(release("w1", first.assignment, close=False))
+    world.handle(gone(first))
+    world.settle()
+    assert (world.seats()["w1"], world.claims()[second.claim]) == before
+
+
+def test_P5_time_sliced_seats_need_not_fit_the_device_together(world: World) -> None:
+    """P5: two of 50 GiB share a device of 80 GiB, by turns; one of 90 GiB does not get in."""
+    wide = Shape(role=Role.TRAINER, device_bytes=50 * GIB)
+    first = booked(world, msgspec.structs.replace(request("w1"), shape=wide))
+    world.handle(allocated(first.claim))
+    second = booked(world, msgspec.structs.replace(request("w2", first.claim, found=False), shape=wide))
+    assert second.claim == first.claim
+    large = msgspec.structs.replace(wide, device_bytes=90 * GIB)
+    (refused,) = world.handle(msgspec.structs.replace(request("w3", first.claim, found=False), shape=large))
+    assert isinstance(refused, SeatRefused)
+    assert "needs 90" in refused.refusals[first.claim]
