@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_forward_equals_plain_transformers_logprobs_in_request_order_R2_R3(
     new_engine: Engines, lora: LoraSpec | None
 ) -> None:
     engine = new_engine(lora=lora, token_budget=40)
-    engine._chunk_tokens = 5
+    engine.memory = replace(engine.memory, chunk_bytes_max=5 * 4 * VOCABULARY)
     data = random_data(2, count=9)
     result = engine.apply(Forward(seq=1, incarnation=7, data=data)).result
     assert result.logprobs is not None
@@ -67,7 +68,7 @@ def test_micro_batches_and_chunks_give_the_gradient_of_the_whole_R2_R3(
     new_engine: Engines, lora: LoraSpec | None
 ) -> None:
     whole, parts = new_engine(lora=lora), new_engine(lora=lora, token_budget=24)
-    parts._chunk_tokens = 4
+    parts.memory = replace(parts.memory, chunk_bytes_max=4 * 4 * VOCABULARY)
     data = random_data(3, policy=True)
     one = whole.apply(learn(1, data, loss="ppo", normalizer=3.0)).result
     other = parts.apply(learn(1, data, loss="ppo", normalizer=3.0)).result
