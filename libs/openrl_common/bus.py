@@ -21,6 +21,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import openrl_common.without_websockets  # noqa: F401
+
 import msgspec
 import nats
 import nats.errors

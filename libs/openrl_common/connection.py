@@ -20,6 +20,8 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import openrl_common.without_websockets  # noqa: F401
+
 import msgspec
 import nats.errors
 import nats.js.errors

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import openrl_common.without_websockets  # noqa: F401
+
 from nats.js.errors import APIError, BadRequestError, NotFoundError
 
 from openrl_common import streams

@@ -16,6 +16,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+import openrl_common.without_websockets  # noqa: F401
+
 import nats.errors
 import nats.js.errors
 

@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import openrl_common.without_websockets  # noqa: F401
+
 import msgspec
 import nats.js.errors
 from nats.js import api

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-HEAVY = {"torch", "vllm", "transformers", "peft", "kubernetes", "matplotlib", "reasoning_gym"}
+HEAVY = {"torch", "vllm", "transformers", "peft", "kubernetes", "matplotlib", "reasoning_gym", "aiohttp"}
 
 _IMPORT_CLIENT = """
 import json, sys, time
