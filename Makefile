@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes the CPU build of torch: a small set-up (README, "On GPUs").
 TORCH ?= torch==2.13.0
-SUITES := $(wildcard tests/unit tests/bus tests/simulation tests/e2e)
+SUITES := $(wildcard tests/e2e tests/simulation tests/bus tests/unit)
+# Files of tests that run side by side in `make test`, those that take longest first; JOBS=0: one test after the other.
+JOBS ?= 2
 SOURCES := $(wildcard libs services tests scripts)
 
 .DEFAULT_GOAL := help
@@ -45,7 +47,7 @@ demo-real: setup-vllm  ## a real pretrained model learns sums through vLLM: rewa
 	$(VLLM_PYTHON) -m openrl_client.demo.real $(ARGS)
 
 test: setup  ## every fast suite (under ten minutes)
-	$(BIN)/python -m pytest $(SUITES) $(ARGS)
+	$(BIN)/python -m pytest $(SUITES) --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-unit: setup  ## the pure cores: no sleeping, no processes
 	$(BIN)/python -m pytest tests/unit $(ARGS)
