@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 
 from openrl_common.bus import Bus
 from openrl_common.errors import Rejected, Transient
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 KEY = "identity"
 LOOK_S = 3.0
 _WAIT_LOOK_S = 0.25
+_SAY_AFTER_S = 5.0
 
 
 class LedgerIdentity:
@@ -36,13 +38,13 @@ class LedgerIdentity:
 
     async def wait(self, stopping: asyncio.Event) -> None:
         """Return once there is one; it is the one that ``check`` compares with."""
-        said = False
+        said, started_at = False, time.monotonic()
         while not stopping.is_set():
             with contextlib.suppress(Transient):
                 self.known = await self.read()
             if self.known:
                 return
-            if not said:
+            if not said and time.monotonic() - started_at > _SAY_AFTER_S:  # a system that starts has none for a moment
                 said = True
                 log.warning("the ledger's bucket has no identity: waiting for the ledger (`openrl ledger rebuild`?)")
             await self._pause(stopping, _WAIT_LOOK_S)

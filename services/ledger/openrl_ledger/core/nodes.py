@@ -97,7 +97,7 @@ class NodeWatch:
         return [
             node
             for node, entry in nodes.items()
-            if (self._beats.lapsed(node, entry.revision, now, limit_s=self.policy.watch_after_s) and entry.value.beat)
+            if (entry.value.beat and self._beats.lapsed(node, entry.revision, now, limit_s=self.policy.watch_after_s))
             or entry.value.suspect
             or entry.value.lost
         ]
