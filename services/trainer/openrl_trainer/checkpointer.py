@@ -101,7 +101,7 @@ class Checkpointer:
                 code="state-lost",
             )
         mark, state = newest
-        await on_device(lambda: engine.restore(state, mark.version))
+        await on_device(lambda: engine.restore(state, mark.version, mark.halved_to))
         self._seq = mark.seq
         self.payloads = dict(mark.payloads)
         log.info("job %s goes on from the checkpoint of entry %d", self._key, mark.seq)

@@ -42,6 +42,7 @@ class Mark(Record, frozen=True, kw_only=True):
         seq: the last log entry applied.
         position: stream sequence from which the log is to be read on.
         version: the newest weights version then.
+        halved_to: the token budget since memory was short (TrainEngine), 0 = it never was.
         payloads: object name → stream sequence of entries that travelled by reference (R7) and whose payload may
             still be stored.
     """
@@ -49,6 +50,7 @@ class Mark(Record, frozen=True, kw_only=True):
     seq: int
     position: int
     version: int
+    halved_to: int = 0
     payloads: dict[str, int] = {}  # noqa: RUF012 (msgspec copies defaults)
 
 

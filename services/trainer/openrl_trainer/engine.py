@@ -105,6 +105,8 @@ class TrainEngine:
         version: the newest weights version (0 = none yet, the base model).
         deltas: whether versions may be deltas: the job's sampler takes them.
         token_budget: tokens of a pass; halved when memory was short all the same (once), and in every result (R5).
+        halved_to: the budget since memory was short, 0 = it never was. Later results name it, checkpoints keep it: a
+            trainer that is started again packs the entries to come as this one would have.
     """
 
     def __init__(self, base: BaseModel, job: JobSettings, settings: EngineSettings) -> None:
@@ -121,7 +123,7 @@ class TrainEngine:
         self._gradients: dict[str, Tensor] = {}
         self.memory = memory_model(base, self._parameters, adapter=job.adapter, float32_masters=job.float32_masters)
         self.token_budget = settings.token_budget or self.memory.token_budget(settings.device_bytes)
-        self._may_halve = True
+        self.halved_to = 0
 
     def close(self) -> None:
         """Give the adapter's memory back. The engine is not used after it."""
@@ -159,9 +161,10 @@ class TrainEngine:
         except Rejected as error:
             return Outcome(TrainResult(seq=request.seq, error=ErrorInfo(code=error.code, message=str(error))))
         except _OutOfMemory as error:
-            return Outcome(TrainResult(seq=request.seq, error=ErrorInfo(code="out-of-memory", message=str(error))))
+            info = ErrorInfo(code="out-of-memory", message=str(error))
+            return Outcome(TrainResult(seq=request.seq, error=info, metrics=self._halved()))
         seconds = time.perf_counter() - started
-        result = replace_metrics(outcome.result, seconds=seconds)
+        result = replace_metrics(outcome.result, seconds=seconds, **self._halved())
         return replace(outcome, result=result)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -196,7 +199,7 @@ class TrainEngine:
 
     def _halve_budget(self, request: AnyTrainRequest) -> bool:
         """Half of what the largest pass of this request had, but not less than its longest sequence; once."""
-        if not self._may_halve or not isinstance(request, Forward | ForwardBackward):
+        if self.halved_to or not isinstance(request, Forward | ForwardBackward):
             return False
         lengths = [len(datum.tokens) for datum in request.data]
         passes = pack(lengths, self.token_budget)
@@ -204,8 +207,17 @@ class TrainEngine:
         halved = max(largest // 2, max(lengths))
         if halved >= largest:
             return False
-        self.token_budget, self._may_halve = halved, False
+        self.token_budget = self.halved_to = halved
         return True
+
+    def _halved(self) -> dict[str, float]:
+        return {"halved_to": float(self.halved_to)} if self.halved_to else {}
+
+    def _adopt(self, halved_to: int) -> None:
+        """An earlier life was short of memory: go on as it did."""
+        if halved_to and not self.halved_to:
+            self.halved_to = halved_to
+            self.token_budget = min(self.token_budget, halved_to)
 
     def _run(self, request: AnyTrainRequest) -> Generator[None, None, Outcome]:
         match request:
@@ -235,18 +247,19 @@ class TrainEngine:
                 self.version = stored.version or self.version
             elif not isinstance(request, Forward | SaveState | ListStates | DeleteState):
                 # What decides rounding is taken from the first time, whatever this life was started with (R5).
-                budget, may_halve = self.token_budget, self._may_halve
-                self.token_budget, self._may_halve = int(stored.metrics.get("token_budget", budget)), False
+                budget, halved_to = self.token_budget, self.halved_to
+                self.token_budget = self.halved_to = int(stored.metrics.get("token_budget", budget))
                 try:
                     again = (yield from self.steps(request)).result
                 finally:
-                    self.token_budget, self._may_halve = budget, may_halve
+                    self.token_budget, self.halved_to = budget, halved_to
                 if again.error is not None:
                     raise Rejected(
                         f"entry {request.seq} succeeded before and fails now ({again.error.message}):"
                         " the job's state cannot be rebuilt, submit it again",
                         code="state-lost",
                     )
+        self._adopt(int(stored.metrics.get("halved_to", 0)))
         return Outcome(stored)
 
     # --- operations -----------------------------------------------------------------------------------------------
@@ -415,8 +428,9 @@ class TrainEngine:
                 state[section][name] = host_copy(tensor)
         return state
 
-    def restore(self, state: State, version: int | None = None) -> None:
+    def restore(self, state: State, version: int | None = None, halved_to: int = 0) -> None:
         """Go on from a state; ``version``: the newest weights version then (None: it stays)."""
+        self._adopt(halved_to)
         device = self.base.device
         with torch.no_grad():
             for name, parameter in self._parameters.items():

@@ -326,14 +326,14 @@ class JobRunner:
         from openrl_trainer.checkpoints import Mark
 
         await self._background.room()
-        seq, payloads = self._order.expected - 1, dict(self._checkpointer.payloads)
+        seq, payloads, halved_to = self._order.expected - 1, dict(self._checkpointer.payloads), engine.halved_to
         started = time.monotonic()
         state = await self._device.run(engine.copy_state)
         self._checkpointer.copied(seq, time.monotonic() - started)
 
         async def write() -> None:
             # Versions before it are written by now, those behind it are not.
-            mark = Mark(seq=seq, position=position, version=engine.version, payloads=payloads)
+            mark = Mark(seq=seq, position=position, version=engine.version, halved_to=halved_to, payloads=payloads)
             await self._checkpointer.write(mark, state, engine, self._on_disk)
 
         await self._background.give(write)

@@ -16,7 +16,7 @@ from openrl_common.wire import Datum, Forward
 from openrl_trainer.engine import TrainEngine
 from openrl_trainer.memory_model import MemoryModel, is_out_of_memory, memory_model
 from openrl_trainer.packing import TOKEN_BUDGET_MAX, TOKEN_BUDGET_MIN
-from unit.trainer.conftest import learn, random_data
+from unit.trainer.conftest import learn, random_data, step
 
 Engines = Callable[..., TrainEngine]
 
@@ -97,6 +97,30 @@ def test_out_of_memory_halves_the_budget_once_and_the_request_runs_again_with_gr
     assert calm.apply(learn(2, data)).result.metrics["loss"] == result.metrics["loss"]
     for name, gradient in engine._gradients.items():
         assert torch.equal(gradient, calm._gradients[name])
+
+
+@pytest.mark.parametrize("kind", ["forward", "learn"])
+def test_a_trainer_started_again_packs_on_as_the_one_that_was_short_of_memory_R2_R5(
+    new_engine: Engines, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Whether it replays the shortage or starts from a checkpoint behind it; the shortage itself is not repeated."""
+    engine, replayed, restored = (new_engine(token_budget=4000) for _ in range(3))
+    data = random_data(5, count=12)
+    request = learn(1, data) if kind == "learn" else Forward(seq=1, incarnation=7, data=data)
+    monkeypatch.setattr(engine.base, "hidden", short_of_memory(engine, 12 * max(len(d.tokens) for d in data) - 1, []))
+    stored = engine.apply(request).result
+    monkeypatch.undo()
+    assert stored.error is None
+    assert stored.metrics["halved_to"] == engine.halved_to == engine.token_budget < 4000
+    replayed.apply(request, stored)
+    restored.restore(engine.copy_state(), 0, engine.halved_to)
+    for each in (engine, replayed, restored):
+        assert each.token_budget == engine.token_budget
+        for seq, entry in enumerate((learn(2, random_data(6, count=12)), step(3)), start=2):
+            result = each.apply(entry).result
+            assert (result.seq, result.error) == (seq, None)
+    for other in (replayed, restored):
+        assert all(torch.equal(value, other._parameters[name]) for name, value in engine._parameters.items())
 
 
 def test_a_second_shortage_is_an_answer_that_names_the_budget_and_changes_nothing_R2_R6(
