@@ -17,13 +17,14 @@ from openrl_client.cli.options import spec_of
 from openrl_client.cli.watch import event_line
 from openrl_client.errors import JobEndedError, OpenRLError, Rejected, TimedOut, Transient, Unreachable, exit_code
 from openrl_common.events import SeatBooked
-from openrl_common.queries import ClaimRow, ExplainAnswer, JobRow, SeatRow, WorkloadRow
+from openrl_common.queries import ClaimRow, ExplainAnswer, JobRow, NodeRow, SeatRow, WorkloadRow
 from openrl_common.records import (
     ClaimState,
     JobKind,
     JobPhase,
     JobRecord,
     JobSpec,
+    NodeRecord,
     Phase,
     ReadyRecord,
     Reason,
@@ -270,3 +271,13 @@ def test_watch_prints_a_row_again_only_when_more_than_time_changed() -> None:
     placed = WorkloadRow(record=workload(phase=WorkloadPhase.PLACED, reason=None, claim="c1"))
     assert fingerprint("workloads", first) == fingerprint("workloads", later)
     assert fingerprint("workloads", first) != fingerprint("workloads", placed)
+
+
+@pytest.mark.parametrize(
+    ("suspect", "lost", "shown"), [(False, False, "ready"), (True, False, "suspect"), (True, True, "lost")]
+)
+def test_nodes_table_shows_what_the_ledger_thinks_of_a_node(suspect: bool, lost: bool, shown: str) -> None:
+    """F3, W5."""
+    record = NodeRecord(node="n1", devices=(), suspect=suspect, lost=lost)
+    row = NodeRow(record=record, usable="missed heartbeats" if suspect else "")
+    assert render("nodes", [row], None, with_header=False).split()[:2] == ["n1", shown]
