@@ -199,9 +199,13 @@ class Bus:
             if self.connected:
                 async with asyncio.timeout(2.0):
                     await self._connection.flush()
-        with contextlib.suppress(Exception):
+        try:
             async with asyncio.timeout(_DRAIN_S):
                 await self._connection.close()
+        except asyncio.CancelledError:
+            heed_cancellation()  # else it is the library's own: it was about to reconnect, and its stream was given up
+        except Exception as error:
+            log.debug("closing: %r", error)
 
     async def ensure_topology(
         self,

@@ -345,3 +345,19 @@ async def test_an_answer_to_what_is_no_subject_is_dropped_and_the_connection_liv
     """E16: ``reply_to`` is the asker's word; written as it is, it could end the protocol line or the worker."""
     await bus.send(subject, b"answer")
     await bus.publish(finished("after"))
+
+
+async def test_closing_in_the_middle_of_a_reconnect_is_no_cancellation(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E16, E17: the library cancels a future of its own then; whoever closes was not cancelled, and goes on."""
+    bus = await Bus.connect(nats_server.url, name="test")
+
+    async def close() -> None:
+        raise asyncio.CancelledError
+
+    closed = bus._connection.close
+    monkeypatch.setattr(bus._connection, "close", close)
+    await bus.close()
+    monkeypatch.undo()
+    await closed()
