@@ -28,7 +28,7 @@ COMMON = {
 }
 VALUES = {
     "ledger": COMMON,
-    "placement": COMMON,
+    "placement": {**COMMON, "OPEN_RL_VERDICT_WAIT": "2m"},
     "launcher": {**COMMON, "OPEN_RL_HOME": "/tmp/openrl", "OPEN_RL_BACKEND": "kubernetes"},
     "workers": {"OPEN_RL_LOG_FORMAT": "json", "OPEN_RL_VLLM_CACHE_DIR": "/var/lib/openrl/cache/vllm"},
 }

@@ -64,6 +64,7 @@ SETTINGS = {
     "OPEN_RL_SAMPLER_HOST_BASE": "1GiB",
     "OPEN_RL_PLACEMENT_TIMEOUT": "0",
     "OPEN_RL_PASS_EVERY": "2s",
+    "OPEN_RL_VERDICT_WAIT": "2m",  # as in deploy/base
     "OPEN_RL_JANITOR_EVERY": "2s",
 }
 

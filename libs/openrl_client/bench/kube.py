@@ -217,6 +217,7 @@ async def _openrl(
     environment = {
         "OPEN_RL_MAX_SEATS_PER_CLAIM": str(SEAT_LIMIT),
         "OPEN_RL_PLACEMENT_TIMEOUT": "0",
+        "OPEN_RL_VERDICT_WAIT": "2m",  # as in deploy/base
         "OPEN_RL_TRAINER_HOST_BASE": "1GiB",
         "OPEN_RL_SAMPLER_HOST_BASE": "1GiB",
         "OPEN_RL_BACKEND": "kubernetes",

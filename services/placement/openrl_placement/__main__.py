@@ -44,6 +44,14 @@ SCALABLE_SHAPES = settings.setting(
     help="Shapes of nodes that could still be added, for example 8x79.65GiB,1x22.5GiB (COUNTxSIZE of a node"
     "'s devices): what only these could hold waits for one, instead of being refused as impossible.",
 )
+VERDICT_WAIT_S = settings.setting(
+    "--verdict-wait",
+    name="verdict_wait_s",
+    type=settings.SECONDS,
+    default="10s",
+    help="How long a workload's own claim may stand without a word of a launcher before it tries to share. A cluster's "
+    "scheduler takes its time with thousands of pods, and says so when it finds no device: there two minutes.",
+)
 PASS_EVERY_S = settings.setting(
     "--pass-every",
     name="pass_every_s",
@@ -73,6 +81,7 @@ PASS_EVERY_S = settings.setting(
     UPDATE_STAGING_FACTOR,
     SCALABLE_SHAPES,
     PASS_EVERY_S,
+    VERDICT_WAIT_S,
 )
 def main(**parameters: object) -> None:
     """Placement: turns jobs into workloads, chooses where they may sit, keeps the waiting line, explains every wait."""

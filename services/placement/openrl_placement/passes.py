@@ -163,7 +163,11 @@ def _look_again(state: State, record: WorkloadRecord, now: float, fx: Effects) -
         state.requested_at[record.workload] = now  # after a restart: give the answer its time
     elif asked_at is not None and now - asked_at >= UNANSWERED_S and record.attempt > 0:
         _unanswered(state, record, now, fx)
-    elif record.phase is WorkloadPhase.PENDING and not waits(record) and now - record.submitted_at >= UNANSWERED_S:
+    elif (
+        record.phase is WorkloadPhase.PENDING
+        and not waits(record)
+        and now - record.submitted_at >= state.policy.verdict_wait_s
+    ):
         join_line(state, record, now, fx, cause="no launcher has said anything about its claim yet")
 
 

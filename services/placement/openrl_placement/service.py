@@ -95,6 +95,7 @@ class PlacementSettings(ServiceSettings):
     scalable_shapes: tuple[tuple[int, int], ...]
     pass_every_s: float
     wedge_grace_s: float = 300.0
+    verdict_wait_s: float = 10.0
 
 
 class Models:
@@ -147,6 +148,7 @@ class Placement:
             lora_jobs_per_runtime=config.lora_jobs_per_runtime,
             lora_idle_s=config.lora_idle_s,
             wedge_grace_s=config.wedge_grace_s,
+            verdict_wait_s=config.verdict_wait_s,
             logs_directory=str(config.home / "logs"),
             update_method=config.update_method,
             update_chunk_bytes=config.update_chunk_bytes,

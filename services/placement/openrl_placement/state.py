@@ -56,6 +56,7 @@ class Policy:
     update_method: str = "streamed"
     update_chunk_bytes: int = 256 << 20
     wedge_grace_s: float = 300.0
+    verdict_wait_s: float = 10.0
     logs_directory: str = "logs"
 
 

@@ -21,10 +21,10 @@ from typing import Any
 from openrl_common.bus import Bus, Delivery
 from openrl_common.duty import Duty
 from openrl_common.errors import Rejected, Transient
-from openrl_common.events import FenceRequested, NodeChanged, NodeJoined
+from openrl_common.events import FenceRequested
 from openrl_common.health import Check, check
 from openrl_common.identity import LedgerIdentity
-from openrl_common.records import ClaimEntry, ClaimRecord, CutRecord, CutState, NodeRecord, SeatRecord, SeatState
+from openrl_common.records import ClaimEntry, ClaimRecord, CutRecord, CutState, SeatRecord, SeatState
 from openrl_common.store import Entry, Mirror
 from openrl_launcher.backend import Launch
 from openrl_launcher.core import Forget, SayAllocated, SayFreed, SayGone, Start, Stop, Unschedulable
@@ -34,6 +34,7 @@ from openrl_launcher.kubernetes.claims import ClusterClaims
 from openrl_launcher.kubernetes.inventory import Inventory, node_name, node_token
 from openrl_launcher.kubernetes.manifests import ASSIGNMENT, CLAIM, PodPlan, read_template
 from openrl_launcher.kubernetes.mirror import StatusMirror
+from openrl_launcher.kubernetes.node_reports import NodeReports
 from openrl_launcher.kubernetes.objects import Node, Pod, ResourceClaim, ResourceSlice
 from openrl_launcher.kubernetes.pods import PodBackend, is_worker
 from openrl_launcher.kubernetes.settings import KubernetesSettings
@@ -61,6 +62,7 @@ class ClusterLauncher:
         self._session = uuid.uuid4().hex[:12]
         self.duty = Duty(bus.store.duties, DUTY, holder=self._session, clock=time.monotonic)
         self.inventory = Inventory(driver=settings.driver, namespace=settings.namespace)
+        self.nodes = NodeReports(bus, self.inventory)
         self._identity = LedgerIdentity(bus)
         self.claims = ClusterClaims(
             bus, api, settings, clock=time.monotonic, mark=self._mark_claim, identity=self._identity
@@ -82,7 +84,7 @@ class ClusterLauncher:
             identity=self._identity,
             pods=self.pods,
             mark=self._mark,
-            silent_s=self._silent_s,
+            silent_s=self.nodes.silent_s,
         )
         self.mirror = StatusMirror(bus, api, settings)
         self._seats: dict[str, SeatRecord] = {}
@@ -90,9 +92,6 @@ class ClusterLauncher:
         self._entries: dict[str, tuple[str, ClaimEntry]] = {}
         self._resources: dict[str, ResourceClaim] = {}
         self._not_pinned: set[str] = set()
-        self._nodes: dict[str, NodeRecord] = {}
-        self._not_ready_since: dict[str, float] = {}
-        self._changes = 0
         self._dirty_claims: set[str] = set()
         self._dirty_workloads: set[str] = set()
         self._looking: set[str] = set()
@@ -159,10 +158,9 @@ class ClusterLauncher:
         await self.claims.load()
         self._mirrors.append(await store.ledger_claims.mirror(on_change=self._on_claim))
         self._mirrors.append(await store.ledger_seats.mirror(on_change=self._on_seat))
-        known = {token: entry.value for token, entry in (await store.nodes.list()).items()}
-        self._nodes = {token: record for token, record in known.items() if record.session or record.beat == 0}
+        await self.nodes.load()
         await self.workers.adopt()
-        await self._tell_nodes()
+        await self.nodes.tell()
         if self._settings.mirror:
             await self.mirror.start(tasks)
         tasks.create_task(
@@ -179,7 +177,7 @@ class ClusterLauncher:
         self._synced = True
         log.info(
             "cluster read: %d nodes, %d workers adopted, namespace %s",
-            len(self._nodes),
+            len(self.nodes),
             self.workers.running,
             namespace,
         )
@@ -237,10 +235,7 @@ class ClusterLauncher:
 
     def _on_node(self, name: str, node: Node | None) -> None:
         self.inventory.set_node(name, node)
-        if node is not None and node.ready:
-            self._not_ready_since.pop(name, None)
-        else:
-            self._not_ready_since.setdefault(name, time.monotonic())
+        self.nodes.note(name, node)
         self._wake()
 
     def _on_resource(self, key: str, resource: ResourceClaim | None) -> None:
@@ -276,11 +271,6 @@ class ClusterLauncher:
         if isinstance(event, FenceRequested):
             self.workers.note_fence(event.assignment, event.why)
 
-    def _silent_s(self, name: str) -> float:
-        """For how long the node has not been ready; 0 while it is."""
-        since = self._not_ready_since.get(name)
-        return 0.0 if since is None else time.monotonic() - since
-
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     async def _slow_pass(self) -> None:
@@ -294,7 +284,7 @@ class ClusterLauncher:
             self._changed.clear()
             if self.inventory.changed:
                 with contextlib.suppress(Transient):
-                    await self._tell_nodes()
+                    await self.nodes.tell()
             workloads, self._dirty_workloads = self._dirty_workloads, set()
             self._look_at_workers(workloads)
             claims, self._dirty_claims = self._dirty_claims, set()
@@ -447,44 +437,3 @@ class ClusterLauncher:
         record = self._records[claim]
         node = node_name(record.node) if self._settings.pin and not self.workers.failed(launch.assignment) else ""
         return PodPlan(launch.assignment, claim, entry, record.tiers, node=node)
-
-    # --- nodes --------------------------------------------------------------------------------------------------------
-
-    async def _tell_nodes(self) -> None:
-        names, self.inventory.changed = self.inventory.changed, set()
-        gate = asyncio.Semaphore(_AT_ONCE)
-
-        async def tell(name: str) -> None:
-            try:
-                async with gate:
-                    await self._tell_node(name)
-            except Transient:
-                self.inventory.changed.add(name)
-                raise
-
-        answers = await asyncio.gather(*(tell(name) for name in sorted(names)), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-
-    async def _tell_node(self, name: str) -> None:
-        record, token = self.inventory.record(name), node_token(name)
-        known = self._nodes.get(token)
-        if record == known or (known is None and not (record.enabled or record.devices)):
-            return
-        await self._bus.store.nodes.put(token, record)
-        self._nodes[token] = record
-        if known is None or known.lost is not record.lost:
-            log.log(
-                logging.WARNING if record.lost else logging.INFO,
-                "node %s: %d devices, %s",
-                name,
-                len(record.devices),
-                "not ready" if record.lost else "ready",
-            )
-        if known is None or (known.lost and not record.lost):
-            self._changes += 1
-            await self._bus.publish(NodeJoined(node=token, session=f"{self._session}-{self._changes}", record=record))
-        else:
-            self._changes += 1
-            await self._bus.publish(NodeChanged(node=token, session=self._session, beat=self._changes, record=record))
