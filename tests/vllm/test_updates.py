@@ -100,7 +100,7 @@ def test_v4_the_seat_decides_how_many_tokens_are_kept(new_engine: Callable[..., 
     assert 2 * 128 <= tight.kv_tokens_max <= (4 << 20) // per_token
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_v13_two_ranks_serve_a_version_together_or_not_at_all(
     new_engine: Callable[..., Any], save_tiny_model: Callable[..., Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

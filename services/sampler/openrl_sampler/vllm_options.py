@@ -137,7 +137,7 @@ def engine_arguments(options: VllmOptions, checkpoint: Checkpoint, *, on_cpu: bo
         arguments |= {
             "enable_lora": True,
             "max_loras": slots,
-            "max_cpu_loras": max(options.max_adapters, slots),
+            "max_cpu_loras": options.max_adapters + slots,
             "max_lora_rank": options.lora_rank,
             "lora_target_modules": sorted({name.split(".")[-2] for name in _layer_matrices(checkpoint)}),
         }
