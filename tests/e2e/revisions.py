@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +25,11 @@ from openrl_common.memory_server import MemoryServer, Network, Stored, Stream
 from openrl_common.streams import BUCKETS
 from simulation.invariants import Invariants
 from simulation.settled import Settled
+from simulation.virtual_time import EPOCH
 
 BUCKET_STREAMS = tuple(f"KV_{bucket.name}" for bucket in BUCKETS)
+MAX_TURN_S = 120.0
+"""The ledger's ``--max-turn``."""
 STREAMS = (*BUCKET_STREAMS, "OPENRL_EVENTS", "OPENRL_DLQ")
 
 
@@ -91,6 +95,13 @@ class Life:
     alive: bool = False
     touching: bool = False
 
+    @property
+    def started_at(self) -> float:
+        return self.notes[0][0] - EPOCH
+
+    def could_touch(self) -> bool:
+        return self.alive
+
 
 def read_lives(directory: Path) -> list[Life]:
     """The notes of every worker process. ``runs_on``: it runs now, so that it has no last moment yet."""
@@ -126,20 +137,23 @@ class _Machine:
 
 
 class Replay(Network):
-    """Stands where the simulation's world stands for its checkers: the truth, the machines, the seat limit."""
+    """Stands where the simulation's world stands for its checkers: the truth, the machines, the clock, the settings."""
 
     def __init__(self, limit: int) -> None:
-        self.plan = SimpleNamespace(limit=limit)
+        self.plan = SimpleNamespace(limit=limit, coresidency=True, max_turn_s=MAX_TURN_S)
+        self.loop = SimpleNamespace(now_s=time.time() - EPOCH)
         self.server = MemoryServer(self)
         self.machines: dict[str, _Machine] = {}
         self.violations: list[str] = []
-        self.now = 0.0
         self.invariants = Invariants(cast(Any, self))
         self.truth = self.invariants.truth
         self.settled = Settled(cast(Any, self))
 
     def violation(self, what: str) -> None:
-        self.violations.append(f"{self.now:.6f}: {what}")
+        self.violations.append(f"{EPOCH + self.loop.now_s:.6f}: {what}")
+
+    def limit_in_force(self) -> int:
+        return int(self.plan.limit)
 
     def landed(self, stream: Stream, message: Stored, before: Stored | None) -> None:
         if stream.kv:
@@ -151,7 +165,8 @@ class Replay(Network):
         """Invariants 1 to 6 at every revision and at every note of a worker: what does not hold."""
         sources = [_stored(stream, messages) for stream, messages in revisions.of.items()]
         sources += [_moments(life) for life in lives]
-        for self.now, _, who, what in heapq.merge(*sources, key=lambda moment: moment[:2]):
+        for at, _, who, what in heapq.merge(*sources, key=lambda moment: moment[:2]):
+            self.loop.now_s = at - EPOCH
             if isinstance(who, Life):
                 self._noted(who, what)
             else:

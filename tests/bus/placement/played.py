@@ -67,6 +67,11 @@ class System:
                 sys.executable, "-m", f"openrl_{service}", env=self.environment, stdout=log, stderr=log
             )
 
+    async def up(self) -> bool:
+        """Do both services consume? What a test waits for begins then, however long they took to start."""
+        consumers = await self.bus.jetstream.consumers_info("OPENRL_EVENTS")
+        return {"ledger", "placement"} <= {info.name for info in consumers}
+
     async def kill(self, service: str, how: signal.Signals = signal.SIGKILL) -> int:
         process = self.processes.pop(service)
         process.send_signal(how)
@@ -204,6 +209,7 @@ async def running(
         try:
             await system.start("ledger")
             await system.start("placement")
+            await system.until(system.up, within_s=45.0)
             if workers:
                 await system.node()
                 tasks.append(asyncio.create_task(system.serve_claims()))
