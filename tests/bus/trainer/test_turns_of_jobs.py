@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -38,7 +40,7 @@ async def revisions(world: World, job: str, count: int) -> list[int]:
     return [entry.revision for _, entry in sorted(entries.items(), key=lambda item: item[1].value.seq)]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 async def test_a_job_with_a_long_log_does_not_keep_others_waiting_R10(world: World, trainers: Trainers) -> None:
     """Sixty requests of one job are in the log before another's six: these are answered in turn, not at the end."""
     workload = await world.workload(JobKind.LORA, "lora-m-1", tenant="_shared")
@@ -54,7 +56,7 @@ async def test_a_job_with_a_long_log_does_not_keep_others_waiting_R10(world: Wor
         assert before <= 20, f"{before} of 60 requests of the greedy job went before the sixth of {job}"
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 async def test_requests_behind_a_save_are_answered_before_it_is_written_R12(
     world: World, trainers: Trainers, tmp_path: Path
 ) -> None:
@@ -80,7 +82,29 @@ async def test_requests_behind_a_save_are_answered_before_it_is_written_R12(
     assert result.value.metrics["copy_seconds"] < result.value.metrics["write_seconds"]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
+async def test_health_is_answered_during_a_long_step_O1(world: World, trainers: Trainers) -> None:
+    """The thread that trains holds up neither the loop nor the health server, so nobody takes it for dead."""
+    workload = await world.workload(JobKind.FFT, "tune")
+    await world.job("tune", JobKind.FFT, workload)
+    await trainers.begin(workload)
+    assert (await world.ask("tune", forward(1))).error is None
+    log = (world.home / f"{workload}.log").read_text()
+    found = re.search(r"health_port=(\d+)", log)
+    assert found is not None
+    url = f"http://127.0.0.1:{found[1]}/livez"
+    long = ForwardBackward(seq=2, incarnation=7, data=data(2, count=250, length=60), loss="ppo")
+    asking = asyncio.create_task(world.ask("tune", long))
+    answered = 0
+    while not asking.done():
+        status = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).status)
+        assert status == 200
+        answered += not asking.done()
+    assert (await asking).error is None
+    assert answered > 0, "at least one answer came while the step ran"
+
+
+@pytest.mark.timeout(240)
 async def test_states_are_saved_listed_and_deleted_in_the_order_of_the_log_R4(world: World, trainers: Trainers) -> None:
     workload = await world.workload(JobKind.FFT, "tune")
     await world.job("tune", JobKind.FFT, workload)
@@ -100,7 +124,7 @@ async def test_states_are_saved_listed_and_deleted_in_the_order_of_the_log_R4(wo
     assert [[one.name for one in answer.states or []] for answer in (answers[3], answers[5])] == [["best"], []]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 async def test_a_state_that_is_lost_is_told_to_every_asker_and_never_guessed_R5_R6(
     world: World, trainers: Trainers
 ) -> None:
