@@ -178,7 +178,7 @@ async def check(world: World, trainers: Trainers, kind: JobKind, *, num_steps: i
     await trainers.kill()
 
     workload = await world.workload(kind, "hurt")
-    names = ("hurt", "beside") if kind is JobKind.LORA else ("hurt",)
+    names = ("hurt", "twin") if kind is JobKind.LORA else ("hurt",)
     runs = [Run(world, name, num_steps) for name in names]
     for name in (*names, "rude") if kind is JobKind.LORA else names:
         await world.job(name, kind, workload, lora=lora)
