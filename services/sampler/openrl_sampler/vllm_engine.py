@@ -246,7 +246,7 @@ class VllmEngine:
         self._rows[name] = _Row(owner, prompt_index, sample_index)
         self._engine.add_request(
             name,
-            {"type": "token", "prompt_token_ids": prompt},
+            {"prompt_token_ids": prompt},
             SamplingParams(
                 max_tokens=max(1, params.max_tokens),
                 temperature=params.temperature,
