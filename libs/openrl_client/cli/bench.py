@@ -166,6 +166,17 @@ def coldstart(as_json: bool, **parameters: Any) -> None:
     _show(run_async(measure(**parameters, progress=_progress)), as_json)
 
 
+@bench.command()
+@click.option("--model", type=Directory(), default=None, help="A Hugging Face model directory. Default: the demo's.")
+@click.option("--threads", type=WholeNumber(1), default="2", show_default=True, help="Threads of torch.")
+@JSON
+def train(as_json: bool, model: Path | None, threads: int) -> None:
+    """A trainer's passes one sequence at a time and by the token budget; ways to take log-probabilities."""
+    from openrl_client.bench.train import measure
+
+    _show(measure(model, threads=threads, progress=_progress), as_json)
+
+
 def _progress(line: str) -> None:
     click.echo(line, err=True)
 

@@ -2,12 +2,13 @@
 
     peak = resident                     weights, optimizer, gradients of earlier requests
          + the larger of
-             tokens × kept  + logits chunk + 2 × largest gradient           the head's backward pass, chunk by chunk
+             tokens × kept + logits chunk + 3 × largest gradient            the head's backward pass, chunk by chunk
              tokens × kept × (1 + 1 / layers) + 2 × largest gradient        a layer's, while the others' values wait
              all gradients + largest gradient                               the end, when they are freed
 
 ``kept`` is what autograd keeps of a token until the backward pass, a layer's gradients are as large as its share of
-that, and a largest gradient stands beside the sum that it is added to (an embedding that is also the head).
+that, and a largest gradient stands beside the sum that it is added to and, for an embedding that is also the head, the
+new sum.
 
 ``kept`` is measured, not derived: a short pass under ``saved_tensors_hooks`` counts the bytes of every storage that
 autograd keeps. It knows every architecture, adapters included, and is the same on every device but for the kernel
@@ -69,7 +70,7 @@ class MemoryModel:
         """The most that a forward and backward pass over ``tokens`` holds at once."""
         kept = tokens * self.kept_bytes_per_token
         chunk = _LOGITS_COPIES * 4 * min(tokens, self.chunk_tokens(tokens)) * self.vocabulary
-        head = kept + chunk + 2 * self.largest_gradient_bytes
+        head = kept + chunk + 3 * self.largest_gradient_bytes
         layer = kept * (1 + 1 / max(1, self.layers)) + 2 * self.largest_gradient_bytes
         end = self.gradient_bytes + self.largest_gradient_bytes
         return self.resident_bytes + round(max(head, layer, end))
