@@ -18,6 +18,7 @@ import psutil
 
 from openrl_common.errors import Rejected
 from openrl_common.nats_server import find_binary
+from openrl_common.page_cache import file_system_of as file_system_of
 
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _COMMAND_S = 5.0
@@ -72,18 +73,6 @@ def store_place(directory: Path | None) -> StorePlace:
         "name a directory on one with --store",
         code="usage",
     )
-
-
-def file_system_of(path: Path) -> str:
-    """The type of the file system that holds ``path`` (which need not exist yet), ``unknown`` when nobody says."""
-    real = os.path.realpath(path)
-    best, found = "", "unknown"
-    for partition in psutil.disk_partitions(all=True):
-        mount = partition.mountpoint
-        inside = real == mount or real.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best):
-            best, found = mount, partition.fstype
-    return found
 
 
 def _cpu_model() -> str:
