@@ -69,6 +69,8 @@ def main() -> int:
             if outcome.violation:
                 failed += 1
                 print(f"seed {outcome.seed}: {outcome.violation}", flush=True)
+            if done % 500 == 0:
+                print(f"{done} schedules, {failed} failed", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         pass
     seconds = time.monotonic() - started
