@@ -39,7 +39,7 @@ class JobPlan:
 
 @dataclass(frozen=True)
 class Fault:
-    """``what``: kill, stop, outage, stall, power-off, cut-off, ledger-lost. ``whom``: a process, or a node."""
+    """``what``: kill, away, stop, outage, stall, power-off, cut-off, ledger-lost. ``whom``: a process, or a node."""
 
     what: str
     at_s: float
@@ -161,8 +161,10 @@ def _faults(random: Random, services: list[str], num_nodes: int) -> tuple[Fault,
     for _ in range(random.randint(1, 5)):
         at_s = random.uniform(0.5, FAULT_PHASE_S)
         kind = random.random()
-        if kind < 0.45:
+        if kind < 0.38:
             faults.append(Fault("kill", at_s, random.choice(services)))
+        elif kind < 0.45:  # a dead launcher is not a dead node (F3)
+            faults.append(Fault("away", at_s, random.choice(services), random.uniform(5.0, 30.0)))
         elif kind < 0.55:
             faults.append(Fault("stop", at_s, random.choice(services)))
         elif kind < 0.68:

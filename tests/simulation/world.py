@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 import openrl_common.bus
 import openrl_common.duty
+import openrl_common.identity
 import openrl_common.worker
 import openrl_launcher.service
 import openrl_ledger.nodes_service
@@ -111,6 +112,8 @@ class World:
         self.processes: dict[str, Process] = {}
         self.machines: dict[str, Machine] = {}
         self._held_back: set[str] = set()
+        self._away: dict[str, float] = {}
+        """Services that nobody starts again before a time."""
         self._dark: dict[str, float] = {}
         self.cut_off: dict[str, float] = {}
         """Nodes without power, and nodes without a network, and until when."""
@@ -207,7 +210,7 @@ class World:
         if old is not None and old.alive:
             return
         node = name.removeprefix("launcher-")
-        if node in self._dark or name in self._held_back:
+        if node in self._dark or name in self._held_back or self.loop.now_s < self._away.get(name, 0.0):
             return
         self.num_started += 1
         process = self.processes[name] = Process(self, name, node)
@@ -302,6 +305,10 @@ class World:
         self.note(f"fault {fault.what} {fault.whom} {fault.lasts_s:g}")
         if fault.what == "kill":
             self.kill(fault.whom)
+        elif fault.what == "away":
+            self._away[fault.whom] = max(self._away.get(fault.whom, 0.0), self.loop.now_s + fault.lasts_s)
+            self.kill(fault.whom)
+            self.loop.post(fault.lasts_s, self.start, fault.whom)
         elif fault.what == "stop":
             process = self.processes.get(fault.whom)
             if process is not None:
@@ -503,7 +510,7 @@ class World:
     async def _sleep(self, seconds: float) -> None:
         end_s = self.loop.now_s + seconds
         while self.loop.now_s < end_s:
-            await asyncio.sleep(min(0.5, end_s - self.loop.now_s + 1e-6))
+            await asyncio.sleep(min(1.0, end_s - self.loop.now_s + 1e-6))
             self._stop_if_violated()
 
     def _stop_if_violated(self) -> None:
@@ -595,7 +602,8 @@ def hurried(world: World) -> Iterator[None]:
         (openrl_placement.service, "read_model", lambda directory: _MODEL),
         (openrl_placement.service, "_stamp", lambda directory: 0.0),
         (openrl_placement.service, "_EARLY_END_S", 40.0),
-        (openrl_ledger.nodes_service, "LOOK_S", 1.0),
+        (openrl_ledger.nodes_service, "LOOK_S", 2.0),
+        (openrl_common.identity, "LOOK_S", 6.0),
         (openrl_common.duty, "DUTY_RENEW_S", 5.0),
         (openrl_common.duty, "_LOOK_S", 0.5),
         (openrl_placement.service, "this_process", lambda: PROCESS.get().id),
