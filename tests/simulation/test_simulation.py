@@ -1,8 +1,9 @@
 """Invariants 1 to 10 of docs/rules.md over many schedules of the whole system.
 
-A schedule is drawn from its seed: machines, jobs, settings, faults. The services are the real ones. To see one again:
-``make simulate SEED=N``; to run more: ``make simulate SEEDS=FIRST:END``. Rules it leans on: L1 to L6, S2, S3, W1, W2,
-W4, B1, B7, B8, E5, E6, E7, E9, E13.
+A schedule is drawn from its seed: machines, jobs, settings, faults. The services are the real ones, workers take turns
+with the code that real ones use. To see one again: ``make simulate SEED=N``; to run more: ``make simulate
+SEEDS=FIRST:END``. Rules it leans on: L1 to L7, S2, S3, S7, W1, W2, W4, F3, B1, B4, B5, B7, B8, T1 to T6, E5, E6, E7,
+E9, E13.
 """
 
 from __future__ import annotations
