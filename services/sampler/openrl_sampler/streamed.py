@@ -214,8 +214,8 @@ def _write_copy(copy: Copy, source: Source, buffer: _Buffer, look: Look) -> None
         look()
 
 
-_SCATTER_BYTES = 64
-"""Memory per position of a delta: the position itself, its coordinates, its place in the parameter, its value."""
+_SCATTER_BYTES = 160
+"""Memory per position of a delta, measured: the position, its coordinates and place in the parameter, its value."""
 
 
 def _scatter(copy: Copy, index: Source, value: Source, buffer: _Buffer, look: Look) -> int:
