@@ -91,8 +91,8 @@ class Claims:
         await self.say_allocated(action.claim, first=True)
 
     async def say_allocated(self, claim: str, *, first: bool = False) -> None:
-        if self._due("allocated", claim, first):
-            cut = self.cuts[claim]
+        cut = self.cuts.get(claim)
+        if cut is not None and self._due("allocated", claim, first):
             await self._bus.publish(
                 ClaimAllocated(
                     claim=claim, node=self._node, devices=cut.devices, device_bytes=cut.device_bytes, tier=cut.tier
@@ -130,8 +130,9 @@ class Claims:
         self._wake()
 
     async def say_freed(self, claim: str, *, first: bool = False) -> None:
-        if self._due("freed", claim, first):
-            await self._bus.publish(ClaimFreed(claim=claim, node=self._node, devices=self.cuts[claim].devices))
+        cut = self.cuts.get(claim)
+        if cut is not None and self._due("freed", claim, first):
+            await self._bus.publish(ClaimFreed(claim=claim, node=self._node, devices=cut.devices))
 
     async def release(self, device: str, claim: str) -> None:
         """Make a device free again, if it still names ``claim``."""

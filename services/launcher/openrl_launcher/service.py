@@ -236,7 +236,9 @@ class Launcher:
     async def _carry_out(self, action: core.Action) -> None:
         match action:
             case core.Start():
-                self.workers.start(action, self._claim_records[action.claim].devices)
+                claim = self._claim_records.get(action.claim)
+                if claim is not None:  # else it was deleted since the decision, with the whole bucket perhaps (L7)
+                    self.workers.start(action, claim.devices)
             case core.Stop():
                 self.workers.stop(action)
             case core.SayGone():
