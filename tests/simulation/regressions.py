@@ -29,4 +29,5 @@ REGRESSIONS: dict[int, str] = {
     210: "a worker read the record of an earlier incarnation, which had been exclusive, and took no turns",
     35: "a claim that a replica with the old limit had refused was never offered again (S7)",
     385: "a device was freed under a process without a record, whose seat was lost with the ledger's bucket (L7)",
+    771: "a launcher ended with a KeyError: a claim was deleted between its decision and the start of a worker",
 }
