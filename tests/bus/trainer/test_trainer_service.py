@@ -62,7 +62,11 @@ async def test_a_log_is_applied_once_in_order_and_survives_kill_9_bit_for_bit_R4
     entry = await world.bus.store.ready.get("a1")
     assert entry is not None
     names = [phase.name for phase in entry.value.phases]
-    assert (names[0], set(names[1:3]), names[3]) == ("start", {"prefetch", "imports"}, "load")  # the two go side by side
+    assert (names[0], set(names[1:3]), names[3]) == (
+        "start",
+        {"prefetch", "imports"},
+        "load",
+    )  # the two go side by side
     assert entry.value.detail["prefetch"].startswith("not prefetched: ")
 
     # An old incarnation, garbage, a gap that fills itself, an unknown loss, an unusable body, a far gap.
