@@ -261,6 +261,14 @@ class Turns:
     # --- coming and leaving (under the lock) -----------------------------------------------------------------------
 
     async def _come(self) -> None:
+        """Be on the device, in turn and under a lease that is held when this returns."""
+        while True:
+            await self._enter()
+            if self._context.lease_held:
+                return
+            await self._park_and_keep()  # it lapsed on the way in: resuming, and saying so, take their time
+
+    async def _enter(self) -> None:
         asked_at = time.monotonic()
         said_at = 0.0
         while True:
