@@ -31,7 +31,7 @@ _TELL_S = 2.0
 
 @asynccontextmanager
 async def prefetching(context: WorkerContext, mode: PrefetchMode) -> AsyncIterator[None]:
-    """Prefetch while the block runs and until it is done; raises as :func:`prefetch_phase`, when the block has ended."""
+    """Prefetch while the block runs and until it is done; raises what :func:`prefetch_phase` does, at its end."""
     task = asyncio.create_task(prefetch_phase(context, mode), name="prefetch")
     try:
         yield
