@@ -171,6 +171,9 @@ class MemoryBus(Bus):
             except TimeoutError:
                 await asyncio.sleep(0.1)
 
+    async def stream_exists(self, name: str) -> bool:
+        return name in self.server.streams
+
     # --- payloads ----------------------------------------------------------------------------------------------
 
     async def put_payload(self, body: bytes) -> tuple[str, str]:

@@ -88,19 +88,26 @@ async def look(bus: Bus) -> Found:
     return Found(rebuild(workers, cuts, await workloads_of(bus), time.time()), silent)
 
 
-async def refuse_if_in_use(bus: Bus, *, while_running: bool, replace: bool) -> None:
-    """Raises Rejected: a ledger handles events, or the bucket has seats."""
+async def refuse_while_running(bus: Bus) -> None:
+    """Raises Rejected: a ledger handles events.
+
+    Asked before the bucket is made: a ledger that has not noticed yet that it is lost would book into the empty one.
+    """
     try:
         state = await bus.request(query_subject("ledger", "state"), LedgerState(), LedgerStateAnswer, timeout_s=1.0)
     except Unreachable:
         state = None
-    if state is not None and state.active and not while_running:
+    if state is not None and state.active:
         raise Rejected(
             "a ledger is running and handles events: stop every replica first, or say --while-running", code="in-use"
         )
+
+
+async def refuse_to_replace(bus: Bus) -> None:
+    """Raises Rejected: the bucket has seats."""
     seats = await bus.store.ledger_seats.list()
     held = sum(entry.value.state is not SeatState.EMPTY for entry in seats.values())
-    if held and not replace:
+    if held:
         raise Rejected(
             f"the ledger's bucket holds {held} seats: it is not lost; say --replace to write over it", code="not-empty"
         )
@@ -126,10 +133,13 @@ async def write(bus: Bus, rebuilt: Rebuilt) -> None:
 async def main_async(nats_url: str, *, apply: bool, while_running: bool, replace: bool) -> Report:
     bus = await Bus.connect(nats_url, name="ledger-rebuild")
     try:
-        await streams.ensure(bus)
+        if apply and not while_running:
+            await refuse_while_running(bus)
         found = await look(bus)
         if apply:
-            await refuse_if_in_use(bus, while_running=while_running, replace=replace)
+            await streams.ensure(bus)
+            if not replace:
+                await refuse_to_replace(bus)
             await write(bus, found.rebuilt)
         seats = found.rebuilt.seats
         return Report(
