@@ -30,5 +30,6 @@ REGRESSIONS: dict[int, str] = {
     35: "a claim that a replica with the old limit had refused was never offered again (S7)",
     385: "a device was freed under a process without a record, whose seat was lost with the ledger's bucket (L7)",
     771: "a launcher ended with a KeyError: a claim was deleted between its decision and the start of a worker",
+    5417: "a placement that was stopped past its lease admitted a job that its successor had refused (W1)",
     1189: "a worker whose lease lapsed while it came to the device began to work on it",
 }

@@ -190,14 +190,6 @@ MUTANTS = [
         ("T2",),
     ),
     Mutant(
-        "L7 a device is freed under a process whose claim nobody knows",
-        launcher_core._occupied,
-        "worker.status is not Status.GONE",
-        'worker.status is not Status.GONE and worker.claim != ""',
-        ("invariant 5",),
-        seeds=(385, *range(380, 400)),
-    ),
-    Mutant(
         "S7 a refusal is remembered for ever",
         waiting._was_refused,
         "and now - refused[1] < REFUSED_S",

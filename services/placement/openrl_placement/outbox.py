@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from openrl_common.bus import Bus
 from openrl_common.duty import Duty
-from openrl_common.errors import Conflict
+from openrl_common.errors import Conflict, Transient
 from openrl_common.events import Event
 from openrl_common.store import Bucket
 from openrl_placement.state import Effects, State
@@ -83,6 +83,7 @@ class Outbox:
         place = (id(bucket), key)
         async with self._slots:
             while True:
+                self._look_at_duty()
                 record, last = records.get(key), self.revisions.get(place, 0)
                 try:
                     if record is not None:
@@ -99,7 +100,16 @@ class Outbox:
 
     async def _publish(self, event: Event) -> None:
         async with self._slots:
+            self._look_at_duty()
             await self._bus.publish(event)
+
+    def _look_at_duty(self) -> None:
+        """Right before every effect: who was stopped for longer than the lease has a view that is not to be acted on.
+
+        Raises Transient: also while the bus is away, until the lease is renewed.
+        """
+        if self._duty is not None and not self._duty.held:
+            raise Transient("this replica's lease has lapsed: it may have been replaced")
 
 
 def _records_of(event: Event) -> list[str]:
