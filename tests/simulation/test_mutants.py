@@ -16,7 +16,6 @@ import pytest
 from openrl_common.events import SeatBooked, SeatReleased, WorkerGone
 from openrl_common.records import ClaimEntry, ClaimState, LeaseRecord, LeaseState, SeatState
 from openrl_common.turns import Turns
-from openrl_launcher import core as launcher_core
 from openrl_launcher import leases
 from openrl_launcher.claims import Claims
 from openrl_launcher.workers import Workers
