@@ -34,7 +34,7 @@ def bench() -> None:
 @click.option(
     "--wakes", "num_wakes", type=WholeNumber(1), default="100", show_default=True, help="Seats freed for them."
 )
-@click.option("--window", type=WholeNumber(1), default="64", show_default=True, help="Jobs unanswered when saturated.")
+@click.option("--window", type=WholeNumber(1), default="256", show_default=True, help="Jobs unanswered when saturated.")
 @STORE
 @JSON
 def seats(as_json: bool, **parameters: Any) -> None:
