@@ -10,7 +10,7 @@ JOBS ?= 2
 SOURCES := $(wildcard libs services tests scripts)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo demo-real test test-vllm test-unit test-bus test-simulation test-e2e test-exact test-chaos test-kube test-docker simulate check fmt bench rules manifests clean
+.PHONY: help setup setup-vllm demo demo-real test test-vllm test-unit test-bus test-simulation test-e2e test-long test-exact test-chaos test-kube test-docker simulate check fmt bench rules manifests clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ test-e2e: setup  ## every service, for real
 
 test-chaos: setup  ## a long storm of kills, restarts, stops and full disks on the real thing (some minutes)
 	$(BIN)/python -m pytest tests/e2e -m chaos $(ARGS)
+
+test-long: setup  ## tests of half a minute and more
+	$(BIN)/python -m pytest $(SUITES) -m long $(ARGS)
 
 test-exact: setup  ## trainers killed 50 times in 40 steps, every bit compared (some minutes)
 	$(BIN)/python -m pytest tests/bus/trainer -m exact $(ARGS)

@@ -30,6 +30,7 @@ def run(what: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_R2_R3_the_predicted_peak_of_a_pass_is_the_measured_one_within_fifteen_percent() -> None:
     for each in run("peaks"):
         ratio = each["predicted_bytes"] / each["peak_bytes"]

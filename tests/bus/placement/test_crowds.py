@@ -82,7 +82,7 @@ async def test_P11_16_half_device_workers_submitted_at_once_share_8_devices_two_
         assert sorted((await held_by_claim(system)).values()) == [2] * 8
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_500_workloads_are_submitted_while_500_finish_and_nothing_is_left_over(tmp_path: Path) -> None:
     """Invariants 7, 8, W2: every job gets its seats in the end, and everything is free again."""
     async with running(tmp_path, devices=40, seats=8, host_base="1MiB") as system:
