@@ -136,9 +136,10 @@ async def test_F3_a_node_that_only_stopped_answering_for_a_while_keeps_its_worke
         assert (await cluster.workload("alive")).assignment == before.assignment
 
 
-async def test_K6_an_api_server_that_restarts_costs_a_list_and_nothing_else(cluster: Cluster) -> None:
+async def test_K6_an_api_server_that_restarts_costs_a_list_at_most(cluster: Cluster) -> None:
+    """K6: whether a watch may go on from where it was (or gets 410: test_watch) is the server's choice."""
     await cluster.add_nodes(("n1", 4, H100, ()))
-    async with cluster.launcher() as launcher:
+    async with cluster.launcher():
         await cluster.submit("before")
         await cluster.ready("before")
         await asyncio.to_thread(cluster.plane.kill, "kube-apiserver")
@@ -147,7 +148,6 @@ async def test_K6_an_api_server_that_restarts_costs_a_list_and_nothing_else(clus
         await asyncio.to_thread(cluster.plane.start_program, "kube-apiserver")
         await asyncio.to_thread(cluster.plane.await_api)
         await cluster.ready("before", "meanwhile", within_s=45)
-        assert sum(informer.expirations for informer in launcher.informers.values()) > 0, "410 came, and was survived"
 
 
 async def test_B1_K3_a_launcher_killed_between_claim_and_pod_is_finished_by_the_next(cluster: Cluster) -> None:
