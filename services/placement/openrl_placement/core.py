@@ -24,7 +24,6 @@ from openrl_common.events import (
     JobFinished,
     SeatRefused,
     SeatReleased,
-    SeatReleaseRequested,
     WorkerExited,
     WorkerLaunched,
     WorkerUnschedulable,
@@ -46,7 +45,18 @@ from openrl_common.records import (
 )
 from openrl_placement.endings import end_if_gone, fail_workload, gone, job_ready
 from openrl_placement.jobs import closed
-from openrl_placement.state import Effects, State, alive, ended, need, placed, waits, with_reason, without_reason
+from openrl_placement.state import (
+    Effects,
+    State,
+    alive,
+    ended,
+    need,
+    placed,
+    release_request,
+    waits,
+    with_reason,
+    without_reason,
+)
 from openrl_placement.waiting import ask, join_line, note_refusals, settle, wake_claim, wake_seatless
 
 SWEEP_AFTER_S = 5.0
@@ -117,17 +127,8 @@ def _as_placed(record: WorkloadRecord, node: str, now: float) -> WorkloadRecord:
 
 def _withdraw(state: State, record: WorkloadRecord, seat: SeatRecord, fx: Effects) -> None:
     """A booking for something that is over: say again that it is to be released."""
-    fx.events.append(
-        SeatReleaseRequested(
-            tenant=record.tenant,
-            workload=record.workload,
-            incarnation=seat.incarnation,
-            assignment=seat.assignment,
-            close=True,
-            attempt=record.attempt,
-            why="the workload is over",
-        )
-    )
+    held = msgspec.structs.replace(record, incarnation=seat.incarnation, assignment=seat.assignment)
+    fx.events.append(release_request(held, close=True, why="the workload is over"))
     if record.phase is WorkloadPhase.RELEASING and not record.assignment:
         state.put_workload(msgspec.structs.replace(record, assignment=seat.assignment, claim=seat.claim))
         fx.workloads[record.workload] = None

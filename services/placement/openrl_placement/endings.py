@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import msgspec
 
-from openrl_common.events import JobEnded, JobFailed, JobReady, SeatReleaseRequested
+from openrl_common.events import JobEnded, JobFailed, JobReady
 from openrl_common.records import JobKind, JobPhase, JobRecord, WorkloadPhase, WorkloadRecord
-from openrl_placement.state import Effects, State, alive, ended, job_key, placed, without_reason
+from openrl_placement.state import Effects, State, alive, ended, job_key, placed, release_request, without_reason
 from openrl_placement.waiting import settle
 
 
@@ -51,7 +51,7 @@ def fail_workload(state: State, record: WorkloadRecord, code: str, message: str,
     """Every job that this workload serves fails; a LoRA runtime is released with it."""
     for job in list(state.jobs_of(record)):
         fail_job(state, job, code, message, now, fx)
-    standing = _runtime(state, record) if record.kind is JobKind.LORA else [state.workloads[record.workload]]
+    standing = state.both_of(record) if record.kind is JobKind.LORA else [state.workloads[record.workload]]
     for each in standing:
         if alive(each):
             release(state, each, now, fx, why=message)
@@ -71,17 +71,7 @@ def release(state: State, record: WorkloadRecord, now: float, fx: Effects, *, wh
         state.put_workload(record)
         fx.workloads[record.workload] = None
         settle(state, record.workload, now, fx)
-    fx.events.append(
-        SeatReleaseRequested(
-            tenant=record.tenant,
-            workload=record.workload,
-            incarnation=record.incarnation,
-            assignment=record.assignment,
-            close=True,
-            attempt=record.attempt,
-            why=why,
-        )
-    )
+    fx.events.append(release_request(record, close=True, why=why))
 
 
 def gone(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
@@ -154,7 +144,7 @@ def drop_stray(state: State, record: WorkloadRecord, now: float, fx: Effects) ->
         if job is None or _serves(record, job):
             continue
         if record.kind is JobKind.LORA:
-            _detach(state, _runtime(state, record), key, now, fx)
+            _detach(state, state.both_of(record), key, now, fx)
         else:
             release(state, record, now, fx, why="its job is over")
 
@@ -177,16 +167,9 @@ def _detach(state: State, pair: list[WorkloadRecord], key: str, now: float, fx: 
             release(state, record, now, fx, why="no job needs it")
 
 
-def _runtime(state: State, record: WorkloadRecord) -> list[WorkloadRecord]:
-    """Both workloads of a LoRA runtime."""
-    stem = record.workload.rpartition("--")[0]
-    found = [state.workloads.get(f"{stem}--{role}") for role in ("trainer", "sampler")]
-    return [each for each in found if each is not None]
-
-
 def runtime_idle(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
     """P12: its time without a job is over."""
-    for each in _runtime(state, record):
+    for each in state.both_of(record):
         if not each.jobs:
             release(state, each, now, fx, why="no job for its idle time")
 

@@ -13,12 +13,11 @@ from collections.abc import Iterator
 
 import msgspec
 
-from openrl_common.events import SeatReleaseRequested
 from openrl_common.quantities import format_seconds
 from openrl_common.records import WorkloadRecord
 from openrl_common.seating import accepts_role, host_refusal, join_refusal
 from openrl_placement.fleet import usable
-from openrl_placement.state import Effects, State, need, order, placed
+from openrl_placement.state import Effects, State, need, order, placed, release_request
 
 HALF_SEATED_S = 20.0
 """How long the older one has waited before a younger one gives way: seats of jobs that end come free meanwhile."""
@@ -35,20 +34,9 @@ def give_way(state: State, now: float, fx: Effects) -> None:
         return
     for _, sitter in reversed(half_seated[1:]):
         if order(sitter) > order(waiter) and _would_fit(state, waiter, sitter, now):
-            why = (
-                f"{waiter.workload} came first and has waited {format_seconds(now - waiter.since)} for its second seat"
-            )
-            fx.events.append(
-                SeatReleaseRequested(
-                    tenant=sitter.tenant,
-                    workload=sitter.workload,
-                    incarnation=sitter.incarnation,
-                    assignment=sitter.assignment,
-                    close=False,
-                    attempt=sitter.attempt,
-                    why=f"gives way: {why}",
-                )
-            )
+            waited = format_seconds(now - waiter.since)
+            why = f"gives way: {waiter.workload} came first and has waited {waited} for its second seat"
+            fx.events.append(release_request(sitter, close=False, why=why))
             return
 
 
@@ -58,10 +46,9 @@ def _half_seated(state: State) -> Iterator[tuple[WorkloadRecord, WorkloadRecord]
         if count == _LOOKED_AT_MAX:
             return
         record = state.workloads[workload]
-        stem, _, role = workload.rpartition("--")
-        partner = state.workloads.get(f"{stem}--{'sampler' if role == 'trainer' else 'trainer'}")
-        if partner is not None and partner.incarnation == record.incarnation and placed(partner):
-            yield record, partner
+        for partner in state.both_of(record):
+            if partner is not record and partner.incarnation == record.incarnation and placed(partner):
+                yield record, partner
 
 
 def _would_fit(state: State, waiter: WorkloadRecord, sitter: WorkloadRecord, now: float) -> bool:

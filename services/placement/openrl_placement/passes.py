@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from openrl_common.events import SeatReleaseRequested
 from openrl_common.names import short_workload
 from openrl_common.quantities import format_seconds
 from openrl_common.records import ClaimState, JobPhase, Reason, SeatState, WorkloadPhase, WorkloadRecord
 from openrl_placement.core import booked, claim_changed, fail_impossible, ready_is_due, seat_is_over, seat_lost
 from openrl_placement.endings import drop_stray, end_if_gone, fail_workload, gone, release, runtime_idle
 from openrl_placement.pairs import give_way
-from openrl_placement.state import Effects, State, alive, placed, waits
+from openrl_placement.state import Effects, State, alive, placed, release_request, waits
 from openrl_placement.waiting import ask, join_line, repeat_request, settle, wake_seatless
 from openrl_placement.wedge import give_up, is_wedged
 
@@ -153,7 +152,9 @@ def _look_again(state: State, record: WorkloadRecord, now: float, fx: Effects) -
     if record.phase is WorkloadPhase.PENDING and claim is not None and claim.state is ClaimState.ALLOCATED:
         fx.add(claim_changed(state, record.claim, claim, now))
     if claim is not None and claim.state is ClaimState.QUARANTINED and record.phase in _NOT_YET:
-        fx.events.append(_off_quarantine(record))  # nothing is started there any more: it would wait for ever
+        # Nothing is started there any more, it would wait for ever: the seat is given up, not the incarnation (L3).
+        why = "its claim is quarantined and its worker does not run"
+        fx.events.append(release_request(record, close=False, why=why))
         return
     ready_is_due(state, state.workloads[record.workload], now, fx)
     if is_wedged(state, state.workloads[record.workload], now):
@@ -169,19 +170,6 @@ def _look_again(state: State, record: WorkloadRecord, now: float, fx: Effects) -
         and now - record.submitted_at >= state.policy.verdict_wait_s
     ):
         join_line(state, record, now, fx, cause="no launcher has said anything about its claim yet")
-
-
-def _off_quarantine(record: WorkloadRecord) -> SeatReleaseRequested:
-    """Give the seat up, not the incarnation: once it is released the workload asks for another (L3)."""
-    return SeatReleaseRequested(
-        tenant=record.tenant,
-        workload=record.workload,
-        incarnation=record.incarnation,
-        assignment=record.assignment,
-        close=False,
-        attempt=record.attempt,
-        why="its claim is quarantined and its worker does not run",
-    )
 
 
 def _unanswered(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 from sortedcontainers import SortedSet
 
-from openrl_common.events import AnyEvent, Event
+from openrl_common.events import AnyEvent, Event, SeatReleaseRequested
 from openrl_common.names import SHARED, runtime_id, workload_id
 from openrl_common.records import (
     JobKind,
@@ -235,6 +235,12 @@ class State:
         found = [self.workloads.get(workload) for workload in (job.trainer, job.sampler)]
         return [record for record in found if record is not None]
 
+    def both_of(self, record: WorkloadRecord) -> list[WorkloadRecord]:
+        """Trainer and sampler of the job or LoRA runtime that this workload is one of, as far as they exist."""
+        stem = record.workload.rpartition("--")[0]
+        found = [self.workloads.get(f"{stem}--{role}") for role in Role]
+        return [each for each in found if each is not None]
+
     def jobs_of(self, record: WorkloadRecord) -> Iterator[JobRecord]:
         for key in record.jobs:
             job = self.jobs.get(key)
@@ -298,6 +304,19 @@ def ended(record: WorkloadRecord) -> bool:
 def alive(record: WorkloadRecord) -> bool:
     """It should have a seat: neither ended nor on its way out."""
     return record.phase is not WorkloadPhase.RELEASING and not ended(record)
+
+
+def release_request(record: WorkloadRecord, *, close: bool, why: str) -> SeatReleaseRequested:
+    """Give up the seat that the record names; with ``close`` nothing of its incarnation books again (L4)."""
+    return SeatReleaseRequested(
+        tenant=record.tenant,
+        workload=record.workload,
+        incarnation=record.incarnation,
+        assignment=record.assignment,
+        close=close,
+        attempt=record.attempt,
+        why=why,
+    )
 
 
 def need(record: WorkloadRecord, now: float) -> Need:

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import msgspec
 
-from openrl_common.events import SeatReleaseRequested
 from openrl_common.quantities import format_seconds
 from openrl_common.records import Avoid, WorkerRecord, WorkloadPhase, WorkloadRecord
-from openrl_placement.state import Effects, State
+from openrl_placement.state import Effects, State, release_request
 
 AVOID_S = 600.0
 """How long a place that failed a workload is avoided by it."""
@@ -47,17 +46,7 @@ def give_up(state: State, record: WorkloadRecord, now: float, fx: Effects) -> No
             standing.append(Avoid(node=record.node, until=now + AVOID_S, why=why))
         state.put_workload(msgspec.structs.replace(record, avoid=tuple(standing[-AVOIDS_MAX:])))
         fx.workloads[record.workload] = None
-    fx.events.append(
-        SeatReleaseRequested(
-            tenant=record.tenant,
-            workload=record.workload,
-            incarnation=record.incarnation,
-            assignment=record.assignment,
-            close=False,
-            attempt=record.attempt,
-            why=why,
-        )
-    )
+    fx.events.append(release_request(record, close=False, why=why))
 
 
 def nodes_avoided(record: WorkloadRecord, now: float) -> tuple[Avoid, ...]:
