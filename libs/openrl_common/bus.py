@@ -278,16 +278,6 @@ class Bus:
                     code="no-stream",
                 ) from error
 
-    async def stream_exists(self, name: str) -> bool:
-        """Is there a stream of this name? Raises Unreachable when the server does not say."""
-        try:
-            await self.jetstream.stream_info(name)
-        except nats.js.errors.NotFoundError:
-            return False
-        except JETSTREAM_FAULTS as error:
-            raise Unreachable(f"NATS does not say whether stream {name} exists ({error!r})") from error
-        return True
-
     # --- publishing --------------------------------------------------------------------------------------------
 
     async def publish(self, event: Event, *, deadline_s: float = 20.0) -> None:

@@ -154,11 +154,7 @@ def _parse_headers(raw: bytes) -> dict[str, str]:
         headers["Status"] = status
         if description:
             headers["Description"] = description.strip()
-    for line in rest.decode("utf-8", "replace").split("\r\n"):
-        name, colon, value = line.partition(":")
-        if colon:
-            headers[name.strip()] = value.strip()
-    return headers
+    return headers | Client._parse_header_lines(rest)
 
 
 class Connection(Client):

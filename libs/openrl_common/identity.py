@@ -19,7 +19,6 @@ from openrl_common.errors import Rejected, Transient
 log = logging.getLogger(__name__)
 
 KEY = "identity"
-STREAM = "KV_openrl_ledger"
 LOOK_S = 3.0
 _WAIT_LOOK_S = 0.25
 _SAY_AFTER_S = 5.0
@@ -35,7 +34,7 @@ class LedgerIdentity:
     async def read(self) -> str:
         """The identity that stands in the bucket; empty when there is none, or no bucket. Raises Transient."""
         # A missing stream answers a read with silence, as a server does that is away.
-        if not await self._bus.stream_exists(STREAM):
+        if not await self._bus.store.ledger_meta.exists():
             return ""
         entry = await self._bus.store.ledger_meta.get(KEY)
         return "" if entry is None else entry.value.id

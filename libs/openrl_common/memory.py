@@ -171,9 +171,6 @@ class MemoryBus(Bus):
             except TimeoutError:
                 await asyncio.sleep(0.1)
 
-    async def stream_exists(self, name: str) -> bool:
-        return name in self.server.streams
-
     # --- payloads ----------------------------------------------------------------------------------------------
 
     async def put_payload(self, body: bytes) -> tuple[str, str]:
@@ -439,6 +436,9 @@ class MemoryBucket(Bucket[T]):
     @property
     def root(self) -> str:
         return self._root
+
+    async def exists(self) -> bool:
+        return self._stream in self.memory_bus.server.streams
 
     async def get(self, key: str) -> Entry[T] | None:
         stored: Any = await self._last(key, direct=True)

@@ -114,6 +114,16 @@ class Bucket(Generic[T]):
         self._encoder = msgspec.json.Encoder()
         self._decoder = msgspec.json.Decoder(value_type)
 
+    async def exists(self) -> bool:
+        """Is the bucket itself there? Raises Unreachable when the server does not say."""
+        try:
+            await self._bus.jetstream.stream_info(self._stream)
+        except nats.js.errors.NotFoundError:
+            return False
+        except JETSTREAM_FAULTS as error:
+            raise Unreachable(f"NATS does not say whether bucket {self._name} exists ({error!r})") from error
+        return True
+
     async def get(self, key: str) -> Entry[T] | None:
         """The current entry, None when there is none. Raises Poison when the stored bytes are not a value."""
         message = await self._last(key, direct=True)
