@@ -23,38 +23,35 @@ from torch import Tensor
 
 from openrl_common.errors import Bug, Rejected
 from openrl_common.parking import Left, Parking
-from openrl_common.records import JobKind, WeightsRecord
+from openrl_common.records import WeightsRecord
 from openrl_common.weights import WeightsManifest
-from openrl_common.wire import ErrorInfo, Sequence
-from openrl_sampler.adapter_shelf import Adapter, AdapterShelf
+from openrl_sampler.adapter_shelf import Adapter
+from openrl_sampler.calls import Call, Calls
 from openrl_sampler.engine import Applied, GenerateCall, Generated
-from openrl_sampler.stopping import StopRule
 from openrl_sampler.streamed import Plan
 from openrl_sampler.torch_adapters import Adapters
 from openrl_sampler.torch_batch import Block, Forward, prefill
 from openrl_sampler.torch_model import ResidentModel, TorchOptions
-from openrl_sampler.torch_rows import Batch, Call, Pending, Row, generated, without_score_only
+from openrl_sampler.torch_rows import Batch, Pending, TorchRow, without_score_only
 from openrl_sampler.torch_sampling import Draws, Settings, choose
 from openrl_sampler.torch_weights import Loaded, Meter, check_manifest, plan_update, write_update
 from openrl_sampler.weights_layers import Layer, Resident, layers_again, layers_of
 
 
-class TorchEngine:
+class TorchEngine(Calls):
     """See ``engine.Engine`` for the port."""
 
     name = "torch"
     can_park = True
 
     def __init__(self, options: TorchOptions) -> None:
+        super().__init__(options.kind, options.max_adapters)
         self._options = options
         self.load_parts: dict[str, float] = {}
         self.max_model_len = 0
         self.vocabulary_size = 0
-        self._calls: dict[str, Call] = {}
         self._pending: deque[Pending] = deque()
         self._batches: dict[str, Batch] = {}
-        self._full = Resident(None, {})
-        self._shelf = AdapterShelf(options.max_adapters)
         self._parking: Parking | None = None
 
     # --- loading -------------------------------------------------------------------------------------------------
@@ -79,33 +76,11 @@ class TorchEngine:
             raise Rejected(f"a sequence of {longest} tokens does not fit: the seat holds {most}", code="too-long")
 
     def add(self, call: GenerateCall) -> None:
-        adapter, version = "", self.version(call.job)
-        if self._options.kind is JobKind.LORA:
-            version = version if call.exact is None else call.exact
-            adapter = self._ensure_adapter(call.job) if version else ""
-        params = call.params
-        decode = self._resident.tokenizer.decode if params.stop else None
-        stop = StopRule(self._resident.eos | set(params.stop_token_ids), params.max_tokens, tuple(params.stop), decode)
-        owner = Call(
-            call=call,
-            adapter=adapter,
-            version=version,
-            stop=stop,
-            results=[[None] * params.n for _ in call.prompts],
-            scores=[[] for _ in call.prompts] if params.prompt_logprobs else None,
-            open_rows=call.num_sequences,
-        )
-        self._calls[call.request] = owner
+        owner = self._open(call, self._resident.eos, self._resident.tokenizer.decode, [])
         most = self._options.max_num_seqs
         for index in range(len(call.prompts)):
-            for first in range(0, params.n, most):
-                self._pending.append(Pending(owner, index, first, min(most, params.n - first)))
-
-    def abort(self, request: str) -> None:
-        owner = self._calls.pop(request, None)
-        if owner is not None:
-            self._forget({owner})
-            self._release_adapters()
+            for first in range(0, call.params.n, most):
+                self._pending.append(Pending(owner, index, first, min(most, call.params.n - first)))
 
     def _forget(self, owners: set[Call]) -> None:
         self._pending = deque(p for p in self._pending if p.owner not in owners)
@@ -142,7 +117,7 @@ class TorchEngine:
         batch.block.chose(tokens)
         self._keep(batch, self._still_open(batch.rows))
 
-    def _draw(self, rows: list[Row], logits: Tensor, settings: Settings) -> Tensor:
+    def _draw(self, rows: list[TorchRow], logits: Tensor, settings: Settings) -> Tensor:
         """Choose a token per row and write it into the rows; a row whose logits are not finite fails its call."""
         uniforms = [0.0] * len(rows) if settings.all_greedy else [row.draws.next() for row in rows]
         tokens, logprobs = choose(
@@ -150,17 +125,10 @@ class TorchEngine:
         )
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             version = row.owner.version if row.owner.adapter else self._full_version
-            if logprob != logprob:  # NaN
-                row.owner.error = ErrorInfo(
-                    code="bad-weights",
-                    message=f"weights version {version} of {row.owner.call.job} give logits that are not finite",
-                )
-            row.tokens.append(token)
-            row.logprobs.append(logprob)
-            row.versions.append(version)
+            row.add(token, logprob, version)
         return tokens
 
-    def _still_open(self, rows: list[Row]) -> list[int]:
+    def _still_open(self, rows: list[TorchRow]) -> list[int]:
         """Indices of rows that go on; the others are written into their call's results."""
         stay = []
         for index, row in enumerate(rows):
@@ -168,10 +136,7 @@ class TorchEngine:
             if not reason:
                 stay.append(index)
                 continue
-            row.owner.results[row.prompt_index][row.sample_index] = Sequence(
-                tokens=row.tokens, logprobs=row.logprobs, versions=row.versions, finish_reason=reason
-            )
-            row.owner.open_rows -= 1
+            row.end(reason)
         return stay
 
     def _keep(self, batch: Batch, stay: list[int]) -> None:
@@ -185,7 +150,7 @@ class TorchEngine:
         batch.block.keep(torch.tensor(stay, device=self._device))
         batch.settings = self._settings(batch.rows)
 
-    def _settings(self, rows: list[Row]) -> Settings:
+    def _settings(self, rows: list[TorchRow]) -> Settings:
         return Settings.of([row.owner.call.params for row in rows], self.vocabulary_size, self._device)
 
     def _admit(self) -> dict[str, list[Pending]]:
@@ -235,16 +200,16 @@ class TorchEngine:
         self._join(adapter, rows, Block.start(prefilled, source, tokens))
 
     @staticmethod
-    def _rows(group: list[Pending], kept: list[int]) -> tuple[list[Row], list[int]]:
+    def _rows(group: list[Pending], kept: list[int]) -> tuple[list[TorchRow], list[int]]:
         rows, parents = [], []
         for pending, parent in zip(group, kept, strict=True):
             for sample in range(pending.first_sample, pending.first_sample + pending.num_samples):
                 draws = Draws(pending.owner.call.seed, pending.prompt_index, sample)
-                rows.append(Row(pending.owner, pending.prompt_index, sample, draws))
+                rows.append(TorchRow(pending.owner, pending.prompt_index, sample, draws=draws))
                 parents.append(parent)
         return rows, parents
 
-    def _join(self, adapter: str, rows: list[Row], block: Block) -> None:
+    def _join(self, adapter: str, rows: list[TorchRow], block: Block) -> None:
         batch = self._batches.get(adapter)
         if batch is None:
             self._batches[adapter] = Batch(rows, block, self._settings(rows))
@@ -253,33 +218,7 @@ class TorchEngine:
         batch.rows.extend(rows)
         batch.settings = self._settings(batch.rows)
 
-    def _collect(self) -> list[Generated]:
-        ended = [owner for owner in self._calls.values() if owner.open_rows == 0 or owner.error]
-        if not ended:
-            return []
-        for owner in ended:
-            del self._calls[owner.call.request]
-        broken = {owner for owner in ended if owner.error}
-        if broken:
-            self._forget(broken)
-        self._release_adapters()
-        return [generated(owner) for owner in ended]
-
     # --- weights -------------------------------------------------------------------------------------------------
-
-    def version(self, job: str) -> int:
-        return self._full_version if self._options.kind is JobKind.FFT else self._shelf.version(job)
-
-    @property
-    def _full_version(self) -> int:
-        return self._full.record.version if self._full.record else 0
-
-    def serves(self, job: str, version: int) -> bool:
-        return version == self.version(job) or (version == 0 and self._options.kind is JobKind.LORA)
-
-    def pinned(self, job: str) -> bool:
-        full = self._options.kind is JobKind.FFT
-        return full and any(owner.call.exact is not None for owner in self._calls.values())
 
     def apply_full(self, job: str, record: WeightsRecord, manifest: WeightsManifest, directory: Path) -> Applied:
         meter = Meter(self._device)
@@ -314,31 +253,15 @@ class TorchEngine:
 
     def apply_lora(self, job: str, record: WeightsRecord, manifest: WeightsManifest, directory: Path) -> Applied:
         meter = Meter(self._device)
-        check_manifest(record, manifest, directory, "lora")
-        adapter = Adapter(job, record, manifest, directory)
-        self._adapters.load(adapter.name, manifest, directory)
-        self._shelf.put(adapter)
-        self._release_adapters()
+        self._take_adapter(Adapter(job, record, manifest, directory))
         return Applied(seconds=meter.seconds, peak_extra_bytes=meter.peak_extra_bytes)
 
-    def drop_lora(self, job: str) -> None:
-        self._shelf.forget(job)
-        self._release_adapters()
+    def _load_adapter(self, adapter: Adapter) -> None:
+        check_manifest(adapter.record, adapter.manifest, adapter.directory, "lora")
+        self._adapters.load(adapter.name, adapter.manifest, adapter.directory)
 
-    def _ensure_adapter(self, job: str) -> str:
-        """Name of the job's newest adapter, loaded again when it was evicted (V9)."""
-        adapter = self._shelf.newest(job)
-        assert adapter is not None, f"no adapter of {job}"
-        if adapter.name not in self._shelf.loaded:
-            check_manifest(adapter.record, adapter.manifest, adapter.directory, "lora")
-            self._adapters.load(adapter.name, adapter.manifest, adapter.directory)
-        self._shelf.used(adapter.name)
-        self._release_adapters(keep=adapter.name)
-        return adapter.name
-
-    def _release_adapters(self, keep: str = "") -> None:
-        for name in self._shelf.take_surplus({owner.adapter for owner in self._calls.values()} | {keep}):
-            self._adapters.drop(name)
+    def _unload_adapter(self, name: str) -> None:
+        self._adapters.drop(name)
 
     # --- leaving the device (T5) ---------------------------------------------------------------------------------
 

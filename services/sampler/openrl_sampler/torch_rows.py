@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from openrl_common.wire import ErrorInfo, Sequence
-from openrl_sampler.engine import GenerateCall, Generated
-from openrl_sampler.stopping import StopRule
+from openrl_sampler.calls import Call, Row
 from openrl_sampler.torch_batch import Block
 from openrl_sampler.torch_sampling import Draws, Settings
 
 
-@dataclass(slots=True, eq=False)
-class Call:
-    """A call in the engine. ``adapter``: name of the adapter it runs on, empty for the resident weights."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class TorchRow(Row):
+    """One running sequence, with its random numbers."""
 
-    call: GenerateCall
-    adapter: str
-    version: int
-    stop: StopRule
-    results: list[list[Sequence | None]]
-    scores: list[list[float]] | None
-    open_rows: int
-    error: ErrorInfo | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Row:
-    """One running sequence."""
-
-    owner: Call
-    prompt_index: int
-    sample_index: int
     draws: Draws
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +38,7 @@ class Pending:
 class Batch:
     """Running sequences of one adapter. ``rows`` and the rows of ``block`` agree."""
 
-    rows: list[Row]
+    rows: list[TorchRow]
     block: Block
     settings: Settings
 
@@ -78,14 +56,5 @@ def without_score_only(group: list[Pending]) -> tuple[list[Pending], list[int]]:
             kept.append(index)
             continue
         for sample in range(pending.first_sample, pending.first_sample + pending.num_samples):
-            empty = Sequence(tokens=[], logprobs=[], versions=[], finish_reason="length")
-            pending.owner.results[pending.prompt_index][sample] = empty
-            pending.owner.open_rows -= 1
+            Row(pending.owner, pending.prompt_index, sample).end("length")
     return stay, kept
-
-
-def generated(owner: Call) -> Generated:
-    if owner.error is not None:
-        return Generated(request=owner.call.request, sequences=[], error=owner.error)
-    sequences = [[sequence for sequence in group if sequence is not None] for group in owner.results]
-    return Generated(request=owner.call.request, sequences=sequences, prompt_logprobs=owner.scores)

@@ -24,7 +24,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,11 @@ from openrl_common.parking import Left
 from openrl_common.records import JobKind, WeightsRecord
 from openrl_common.tensors import read_checkpoint
 from openrl_common.weights import WeightsManifest
-from openrl_common.wire import ErrorInfo, Sequence
-from openrl_sampler.adapter_shelf import Adapter, AdapterShelf
+from openrl_sampler.adapter_shelf import Adapter
+from openrl_sampler.calls import Call, Calls, Row
 from openrl_sampler.engine import Applied, GenerateCall, Generated
 from openrl_sampler.memory_share import check_room, kv_cache_bytes, memory_share, update_bytes
 from openrl_sampler.seeds import seed_of
-from openrl_sampler.stopping import StopRule
 from openrl_sampler.tokenizer import Tokenizer
 from openrl_sampler.torch_weights import check_manifest
 from openrl_sampler.vllm_options import VllmOptions, engine_arguments, sizes_of
@@ -47,38 +45,13 @@ from openrl_sampler.weights_layers import Layer, Resident, layers_again, layers_
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A call in the engine. ``adapter``: name of its adapter, empty for the resident weights."""
-
-    call: GenerateCall
-    adapter: str
-    version: int
-    stop: StopRule
-    results: list[list[Sequence | None]]
-    scores: list[list[float]] | None
-    open_rows: int
-    error: ErrorInfo | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Row:
-    """One sample: a request inside vLLM."""
-
-    owner: _Call
-    prompt_index: int
-    sample_index: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-
-class VllmEngine:
+class VllmEngine(Calls):
     """See ``engine.Engine`` for the port."""
 
     name = "vllm"
 
     def __init__(self, options: VllmOptions) -> None:
+        super().__init__(options.kind, options.max_adapters)
         self._options = options
         self.can_park = False
         self.max_model_len = 0
@@ -88,10 +61,7 @@ class VllmEngine:
         self.load_parts: dict[str, float] = {}
         self.cache_state = ""
         self._engine: Any = None
-        self._calls: dict[str, _Call] = {}
-        self._rows: dict[str, _Row] = {}
-        self._resident = Resident(None, {})
-        self._shelf = AdapterShelf(options.max_adapters)
+        self._rows: dict[str, Row] = {}
         self._lora_requests: dict[str, Any] = {}  # by adapter name; their numbers are never used twice
         self._num_adapters = 0
 
@@ -213,37 +183,22 @@ class VllmEngine:
             )
 
     def add(self, call: GenerateCall) -> None:
-        adapter, version = "", self.version(call.job)
-        if self._options.kind is JobKind.LORA:
-            version = version if call.exact is None else call.exact
-            adapter = self._ensure_adapter(call.job) if version else ""
-        params = call.params
-        decode = self._tokenizer.decode if params.stop else None
-        owner = _Call(
-            call=call,
-            adapter=adapter,
-            version=version,
-            stop=StopRule(self._eos | set(params.stop_token_ids), params.max_tokens, tuple(params.stop), decode),
-            results=[[None] * params.n for _ in call.prompts],
-            scores=[[0.0] for _ in call.prompts] if params.prompt_logprobs else None,
-            open_rows=call.num_sequences,
-        )
-        self._calls[call.request] = owner
+        owner = self._open(call, self._eos, self._tokenizer.decode, [0.0])
         for prompt_index, prompt in enumerate(call.prompts):
-            for sample_index in range(params.n):
+            for sample_index in range(call.params.n):
                 self._add_row(owner, prompt_index, sample_index, prompt)
 
-    def _add_row(self, owner: _Call, prompt_index: int, sample_index: int, prompt: list[int]) -> None:
+    def _add_row(self, owner: Call, prompt_index: int, sample_index: int, prompt: list[int]) -> None:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         params = owner.call.params
         scores = sample_index == 0 and params.prompt_logprobs
         if not params.max_tokens and not scores:  # the first sample scores the prompt for all
-            self._end(_Row(owner, prompt_index, sample_index), "length")
+            Row(owner, prompt_index, sample_index).end("length")
             return
         seed = None if params.seed is None else seed_of(params.seed, prompt_index, sample_index)
         name = f"{owner.call.request}/{prompt_index}/{sample_index}"
-        self._rows[name] = _Row(owner, prompt_index, sample_index)
+        self._rows[name] = Row(owner, prompt_index, sample_index)
         self._engine.add_request(
             name,
             {"prompt_token_ids": prompt},
@@ -265,13 +220,7 @@ class VllmEngine:
             lora_request=self._lora_requests.get(owner.adapter),
         )
 
-    def abort(self, request: str) -> None:
-        owner = self._calls.pop(request, None)
-        if owner is not None:
-            self._forget({owner})
-            self._release_adapters()
-
-    def _forget(self, owners: set[_Call]) -> None:
+    def _forget(self, owners: set[Call]) -> None:
         names = [name for name, row in self._rows.items() if row.owner in owners]
         for name in names:
             del self._rows[name]
@@ -297,7 +246,7 @@ class VllmEngine:
                     self._take(output.request_id, row, output, row.owner.version if row.owner.adapter else resident)
         return self._collect()
 
-    def _take(self, name: str, row: _Row, output: Any, version: int) -> None:
+    def _take(self, name: str, row: Row, output: Any, version: int) -> None:
         """New tokens of one sample, and the scores of its prompt when they come."""
         owner = row.owner
         if owner.scores is not None and row.sample_index == 0 and output.prompt_logprobs:
@@ -309,66 +258,28 @@ class VllmEngine:
             return
         logprobs = completion.logprobs.logprobs if completion.token_ids else ()
         for token, logprob in zip(completion.token_ids, logprobs, strict=True):
-            if logprob != logprob:  # NaN
-                owner.error = ErrorInfo(
-                    code="bad-weights",
-                    message=f"weights version {version} of {owner.call.job} give logits that are not finite",
-                )
-            row.tokens.append(int(token))
-            row.logprobs.append(float(logprob))
-            row.versions.append(version)
+            row.add(int(token), float(logprob), version)
             if reason := owner.stop.reason(row.tokens):
                 if completion.finish_reason is None:  # a stop string: vLLM would go on
                     self._engine.abort_request([name])
                 self._close(name, row, reason)
                 return
 
-    def _close(self, name: str, row: _Row, reason: str) -> None:
+    def _close(self, name: str, row: Row, reason: str) -> None:
         del self._rows[name]
-        self._end(row, reason)
-
-    @staticmethod
-    def _end(row: _Row, reason: str) -> None:
-        row.owner.results[row.prompt_index][row.sample_index] = Sequence(
-            tokens=row.tokens, logprobs=row.logprobs, versions=row.versions, finish_reason=reason
-        )
-        row.owner.open_rows -= 1
-
-    def _collect(self) -> list[Generated]:
-        ended = [owner for owner in self._calls.values() if owner.open_rows == 0 or owner.error]
-        if not ended:
-            return []
-        for owner in ended:
-            del self._calls[owner.call.request]
-        self._forget({owner for owner in ended if owner.error})
-        self._release_adapters()
-        return [_generated(owner) for owner in ended]
+        row.end(reason)
 
     # --- weights -------------------------------------------------------------------------------------------------
 
-    def version(self, job: str) -> int:
-        return self._full_version if self._options.kind is JobKind.FFT else self._shelf.version(job)
-
-    @property
-    def _full_version(self) -> int:
-        return self._resident.record.version if self._resident.record else 0
-
-    def serves(self, job: str, version: int) -> bool:
-        return version == self.version(job) or (version == 0 and self._options.kind is JobKind.LORA)
-
-    def pinned(self, job: str) -> bool:
-        full = self._options.kind is JobKind.FFT
-        return full and any(owner.call.exact is not None for owner in self._calls.values())
-
     def apply_full(self, job: str, record: WeightsRecord, manifest: WeightsManifest, directory: Path) -> Applied:
         started = time.perf_counter()
-        layers, shapes = layers_of(record, manifest, directory, self._resident)
+        layers, shapes = layers_of(record, manifest, directory, self._full)
         check_room(self._update_bytes(), min(self.rpc("openrl_free_bytes")), self.update_method)
         if self.update_method == "streamed":
             peak, touched = self._stream(layers)
         else:
             peak, touched = self._reload(layers, directory), 1.0
-        self._resident = Resident(record, shapes)
+        self._full = Resident(record, shapes)
         self._engine.reset_prefix_cache(reset_running_requests=True)
         return Applied(seconds=time.perf_counter() - started, peak_extra_bytes=peak, touched_share=touched)
 
@@ -401,7 +312,7 @@ class VllmEngine:
 
     def _undo(self, cause: str) -> None:
         """After a write that broke off: stream what served before, all of it (V8)."""
-        record = self._resident.record
+        record = self._full.record
         try:
             layers = [self._base_layer()] if record is None else layers_again(record)[0]
             problem = self._plan(layers) or next((one.error for one in self._write(layers) if one.error), "")
@@ -436,10 +347,7 @@ class VllmEngine:
 
     def apply_lora(self, job: str, record: WeightsRecord, manifest: WeightsManifest, directory: Path) -> Applied:
         started = time.perf_counter()
-        adapter = Adapter(job, record, manifest, directory)
-        self._load_adapter(adapter)
-        self._shelf.put(adapter)
-        self._release_adapters()
+        self._take_adapter(Adapter(job, record, manifest, directory))
         return Applied(seconds=time.perf_counter() - started, peak_extra_bytes=0)
 
     def _load_adapter(self, adapter: Adapter) -> None:
@@ -457,23 +365,8 @@ class VllmEngine:
             raise Bug(f"vLLM did not load adapter {adapter.name}")
         self._lora_requests[adapter.name] = request
 
-    def drop_lora(self, job: str) -> None:
-        self._shelf.forget(job)
-        self._release_adapters()
-
-    def _ensure_adapter(self, job: str) -> str:
-        """Name of the job's newest adapter, loaded again when it was evicted (V9)."""
-        adapter = self._shelf.newest(job)
-        assert adapter is not None, f"no adapter of {job}"
-        if adapter.name not in self._shelf.loaded:
-            self._load_adapter(adapter)
-        self._shelf.used(adapter.name)
-        self._release_adapters(keep=adapter.name)
-        return adapter.name
-
-    def _release_adapters(self, keep: str = "") -> None:
-        for name in self._shelf.take_surplus({owner.adapter for owner in self._calls.values()} | {keep}):
-            self._engine.remove_lora(self._lora_requests.pop(name).lora_int_id)
+    def _unload_adapter(self, name: str) -> None:
+        self._engine.remove_lora(self._lora_requests.pop(name).lora_int_id)
 
     # --- leaving the device (T5) ---------------------------------------------------------------------------------
 
@@ -502,10 +395,3 @@ class VllmEngine:
 def _prompt_scores(scores: Any) -> list[float]:
     """vLLM has no entry for the first token; the port's is 0."""
     return [0.0, *(float(value) for value in scores.logprobs)]
-
-
-def _generated(owner: _Call) -> Generated:
-    if owner.error is not None:
-        return Generated(request=owner.call.request, sequences=[], error=owner.error)
-    sequences = [[sequence for sequence in group if sequence is not None] for group in owner.results]
-    return Generated(request=owner.call.request, sequences=sequences, prompt_logprobs=owner.scores)
