@@ -9,13 +9,13 @@ Needs the package `gguf`. What was lost when the file was quantised stays lost.
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
+
+from openrl_trainer.model_directory import save_whole
 
 
 def convert(source: Path, out: Path, dtype: str) -> int:
@@ -34,14 +34,7 @@ def convert(source: Path, out: Path, dtype: str) -> int:
     model.tie_weights()
     model.generation_config = quantised.generation_config
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    save_whole(out, model, tokenizer)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -9,8 +9,6 @@ It is no benchmark: it exists so that a whole reinforcement-learning loop runs i
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,8 @@ from typing import Any
 
 import click
 import msgspec
+
+from openrl_trainer.model_directory import save_whole
 
 PAD, END = 0, 1
 """Token ids of ``<pad>`` and ``<eos>``; the 256 bytes follow."""
@@ -126,14 +126,7 @@ def main(out: Path, pairs: Path | None, steps: int, seed: int) -> None:
     model = make_model(seed, len(tokenizer))
     if pairs is not None:
         train(model, read_pairs(pairs, tokenizer), steps)
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    save_whole(out, model, tokenizer)
     click.echo(f"model: {out}")
 
 
