@@ -15,10 +15,8 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 import transformers
-from peft import PeftModel
-from sampler_support import quiet_peft, save_delta_version
+from sampler_support import flip_a_byte, plain_logprobs, remove, save_delta_version, truncate
 
 from openrl_common.errors import Rejected
 from openrl_common.records import JobKind, LoraSpec
@@ -59,17 +57,6 @@ def apply(engine: Any, record: Any) -> Any:
 
 def tokens_of(result: Generated) -> list[list[list[int]]]:
     return [[sequence.tokens for sequence in group] for group in result.sequences]
-
-
-def plain_logprobs(path: Path, tokens: list[int], *, adapter: Path | None = None, temperature: float = 1.0) -> Any:
-    """Log-probabilities of ``tokens[1:]`` by one plain transformers forward pass."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
-    if adapter is not None:
-        with quiet_peft():
-            model = PeftModel.from_pretrained(model, str(adapter)).eval()
-    with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1].float() / temperature
-    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
 
 
 # --- requests ----------------------------------------------------------------------------------------------------
@@ -278,22 +265,6 @@ def test_v8_after_an_update_it_serves_what_a_fresh_load_serves(
     assert {version for group in after.sequences for one in group for version in one.versions} == {3}
 
 
-def _flip_a_byte(directory: Path) -> None:
-    path = directory / "model.safetensors"
-    body = bytearray(path.read_bytes())
-    body[-1] ^= 1
-    path.write_bytes(bytes(body))
-
-
-def _remove(directory: Path) -> None:
-    (directory / "model.safetensors").unlink()
-
-
-def _truncate(directory: Path) -> None:
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
 def test_v8_a_version_that_cannot_be_applied_leaves_the_one_before(
     new_engine: Callable[..., Any], save_full: Callable[..., Any]
 ) -> None:
@@ -302,7 +273,7 @@ def test_v8_a_version_that_cannot_be_applied_leaves_the_one_before(
     apply(engine, save_full(1))
     asked = {"max_tokens": 8, "temperature": 0.0}
     expected = run(engine, PROMPTS, **asked)
-    for version, damage in enumerate((_flip_a_byte, _remove, _truncate), start=2):
+    for version, damage in enumerate((flip_a_byte, remove, truncate), start=2):
         record = save_full(version)
         damage(Path(record.manifest).parent)
         with pytest.raises(Rejected, match=r"model\.safetensors"):

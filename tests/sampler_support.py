@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from openrl_common.deltas import DELTA_FILE, INDEX, VALUE
@@ -137,3 +137,30 @@ def save_delta_version(
         directory, weights_format="delta", job=parent.job, version=version, incarnation=parent.incarnation,
         parent=parent.version, parent_digest=parent.digest, baseline=0,
     )  # fmt: skip
+
+
+def plain_logprobs(path: Path, tokens: list[int], *, adapter: Path | None = None, temperature: float = 1.0) -> Any:
+    """Log-probabilities of ``tokens[1:]`` by one plain transformers forward pass, no cache, no padding."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    if adapter is not None:
+        with quiet_peft():
+            model = PeftModel.from_pretrained(model, str(adapter)).eval()
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+
+
+def flip_a_byte(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    body = bytearray(path.read_bytes())
+    body[-1] ^= 1
+    path.write_bytes(bytes(body))
+
+
+def remove(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+def truncate(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])

@@ -12,11 +12,13 @@ import io
 import os
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from openrl_common import streams
+from openrl_common.bus import Bus
 from openrl_common.nats_server import NatsServer, find_binary
 
 _IMAGE = "openrl-test-nats:local"
@@ -111,3 +113,12 @@ def nats_url(request: pytest.FixtureRequest) -> Iterator[str]:
     url: str = request.getfixturevalue("container_url")
     yield url
     asyncio.run(_delete_streams(url))  # the next test finds it empty
+
+
+@pytest.fixture
+async def bus(nats_url: str) -> AsyncIterator[Bus]:
+    """A connection, with every stream and bucket there."""
+    bus = await Bus.connect(nats_url, name="test")
+    await streams.ensure(bus)
+    yield bus
+    await bus.close()

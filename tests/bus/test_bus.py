@@ -27,14 +27,6 @@ def finished(submission: str) -> JobFinished:
     return JobFinished(tenant="t", job="j", submission=submission)
 
 
-@pytest.fixture
-async def bus(nats_url: str) -> AsyncIterator[Bus]:
-    bus = await Bus.connect(nats_url, name="test")
-    await streams.ensure(bus)
-    yield bus
-    await bus.close()
-
-
 @contextlib.asynccontextmanager
 async def consuming(
     bus: Bus, handler: Callable[[Delivery], Awaitable[None]], **options: object

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,19 +11,10 @@ from openrl_client.cli.common import Where
 from openrl_client.cli.watch import _dead_letters, _requeue
 from openrl_client.connection import connect
 from openrl_client.doctor import Level, look
-from openrl_common import streams
 from openrl_common.bus import Bus, Delivery
 from openrl_common.errors import Poison, Rejected
 from openrl_common.events import JobFinished
 from support import until
-
-
-@pytest.fixture
-async def bus(nats_url: str) -> AsyncIterator[Bus]:
-    bus = await Bus.connect(nats_url, name="test")
-    await streams.ensure(bus)
-    yield bus
-    await bus.close()
 
 
 async def test_a_dead_letter_that_is_requeued_is_handled_again_and_gone(

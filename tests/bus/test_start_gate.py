@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from openrl_common import streams
 from openrl_common.bus import Bus
 from openrl_common.records import LeaseRecord, LeaseState
 from openrl_common.worker import _go_live
 from openrl_launcher import leases
-
-
-@pytest.fixture
-async def bus(nats_url: str) -> AsyncIterator[Bus]:
-    made = await Bus.connect(nats_url, name="test")
-    await streams.ensure(made)
-    yield made
-    await made.close()
 
 
 def process(bus: Bus) -> Any:

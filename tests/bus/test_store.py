@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -15,14 +14,6 @@ from openrl_common.records import LeaseRecord, LeaseState
 from support import until
 
 LIVE = LeaseRecord(state=LeaseState.LIVE)
-
-
-@pytest.fixture
-async def bus(nats_url: str) -> AsyncIterator[Bus]:
-    bus = await Bus.connect(nats_url, name="test")
-    await streams.ensure(bus)
-    yield bus
-    await bus.close()
 
 
 async def test_a_write_from_a_stale_revision_is_a_conflict(bus: Bus) -> None:

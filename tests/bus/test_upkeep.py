@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -29,14 +28,6 @@ from openrl_common.records import (
 from openrl_ledger.core.retention import KEEP_S_MIN, is_over
 from openrl_ledger.retention_service import Retention, Retirer
 from support import until
-
-
-@pytest.fixture
-async def bus(nats_url: str) -> AsyncIterator[Bus]:
-    bus = await Bus.connect(nats_url, name="test")
-    await streams.ensure(bus)
-    yield bus
-    await bus.close()
 
 
 class Clock:

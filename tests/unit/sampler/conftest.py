@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sampler_support
 import torch
-import transformers
-from peft import PeftModel
-from sampler_support import quiet_peft, save_full_version, save_lora_version, save_model
+from sampler_support import save_full_version, save_lora_version, save_model
 
 from openrl_common.records import JobKind, WeightsRecord
 from openrl_common.weights import read_manifest
@@ -96,15 +95,4 @@ def generate() -> Callable[..., Generated]:
 
 @pytest.fixture
 def plain_logprobs() -> Callable[..., list[float]]:
-    """Log-probabilities of ``tokens[1:]`` by one plain transformers forward pass, no cache, no padding."""
-
-    def compute(path: Path, tokens: list[int], *, adapter: Path | None = None, temperature: float = 1.0) -> list[float]:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
-        if adapter is not None:
-            with quiet_peft():
-                model = PeftModel.from_pretrained(model, str(adapter)).eval()
-        with torch.inference_mode():
-            logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1].float() / temperature
-        return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
-
-    return compute
+    return sampler_support.plain_logprobs

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from sampler_support import flip_a_byte, remove, truncate
 
 from openrl_common.errors import Bug, Rejected
 from openrl_common.records import JobKind
@@ -55,23 +56,7 @@ def test_v8_a_full_update_is_bit_identical_to_a_fresh_load(
     assert _tokens(generate(engine, PROMPTS, n=2, max_tokens=8)) == _tokens(generate(again, PROMPTS, n=2, max_tokens=8))
 
 
-def _flip_a_byte(directory: Path) -> None:
-    path = directory / "model.safetensors"
-    body = bytearray(path.read_bytes())
-    body[-1] ^= 1
-    path.write_bytes(bytes(body))
-
-
-def _remove(directory: Path) -> None:
-    (directory / "model.safetensors").unlink()
-
-
-def _truncate(directory: Path) -> None:
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-@pytest.mark.parametrize("damage", [_flip_a_byte, _remove, _truncate])
+@pytest.mark.parametrize("damage", [flip_a_byte, remove, truncate])
 def test_v8_damaged_files_change_nothing(
     damage: Callable[[Path], None],
     new_engine: Callable[..., Any],
