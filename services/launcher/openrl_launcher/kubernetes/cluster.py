@@ -27,7 +27,7 @@ from openrl_common.identity import LedgerIdentity
 from openrl_common.records import ClaimEntry, ClaimRecord, CutRecord, CutState, SeatRecord, SeatState
 from openrl_common.store import Entry, Mirror
 from openrl_launcher.backend import Launch
-from openrl_launcher.core import Forget, SayAllocated, SayFreed, SayGone, Start, Stop, Unschedulable
+from openrl_launcher.core import Forget, Free, SayAllocated, SayFreed, SayGone, Start, Stop, Unschedulable
 from openrl_launcher.kubernetes import core
 from openrl_launcher.kubernetes.api import Forbidden, KubeApi, Refused
 from openrl_launcher.kubernetes.claims import ClusterClaims
@@ -385,7 +385,7 @@ class ClusterLauncher:
                 self.pods.delete(action.pod)
             case core.DeleteClaim():
                 await self.claims.delete(action.resource)
-            case core.Free():
+            case Free():
                 self.inventory.unpin(action.claim)
                 self._not_pinned.discard(action.claim)
                 await self.claims.free(action.claim)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from openrl_common.records import ClaimRecord, ClaimState, CutRecord, CutState, SeatRecord, SeatState
 from openrl_launcher.core import (
     Forget,
+    Free,
     LocalWorker,
     SayAllocated,
     SayFreed,
@@ -75,13 +76,6 @@ class DeletePod:
 @dataclass(frozen=True, slots=True)
 class DeleteClaim:
     resource: ResourceClaim
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """Nothing of it is left in the cluster: write it off."""
-
-    claim: str
 
 
 ClaimAction = (

@@ -10,6 +10,7 @@ from openrl_common.quantities import GIB
 from openrl_common.records import ClaimEntry, ClaimRecord, ClaimState, CutRecord, CutState, Role, SeatRecord, SeatState
 from openrl_launcher.core import (
     Forget,
+    Free,
     LocalWorker,
     SayAllocated,
     SayFreed,
@@ -24,7 +25,6 @@ from openrl_launcher.kubernetes.core import (
     ClaimView,
     DeleteClaim,
     DeletePod,
-    Free,
     Request,
     Unpin,
     decide_claim,
