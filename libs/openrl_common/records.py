@@ -20,6 +20,10 @@ ENGINES_THAT_CANNOT_PARK = frozenset({"vllm-cpu"})
 workloads are exclusive from the estimate on, so that nobody ever waits for them to yield (P7)."""
 
 
+DEVICES_MAX = 64
+"""Devices that one worker may ask for."""
+
+
 class JobKind(StrEnum):
     FFT = "fft"
     LORA = "lora"
@@ -61,6 +65,9 @@ class JobSpec(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
             parameter more (LoRA adapters and float32 weights are float32 anyway).
         exclusive: None keeps the default (P7: LoRA runtimes exclusive, FFT workers not).
         priority: higher goes first in the waiting line (W1).
+        trainer_devices, sampler_devices: how many devices of one node each worker gets (P10), never guessed from
+            memory. Several are never shared. Full fine-tuning shards the model over them, LoRA divides its data among
+            them, a sampler (engine vllm) is tensor-parallel.
     """
 
     name: str
@@ -77,6 +84,8 @@ class JobSpec(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine: str = "auto"
     max_model_len: int = 0
     """Longest sequence in tokens, prompt and completion; 0 = what the model's config allows."""
+    trainer_devices: int = 1
+    sampler_devices: int = 1
 
 
 # --- placement's buckets: openrl_jobs, openrl_workloads ---------------------------------------------------------
@@ -157,7 +166,7 @@ class Reason(StrEnum):
 
 
 class Shape(Record, frozen=True, kw_only=True):
-    """What one workload needs of a claim (estimator, M2)."""
+    """What one workload needs of a claim (estimator, M2): ``device_bytes`` on each of ``device_count`` devices."""
 
     role: Role
     device_bytes: int

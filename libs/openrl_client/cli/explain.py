@@ -50,8 +50,9 @@ def explanation(answer: ExplainAnswer, now: float) -> str:
     if record.claim:
         lines.append(f"  claim {record.claim}, node {record.node or '-'}, assignment {record.assignment or '-'}")
     shape = record.shape
+    devices = "a device" if shape.device_count == 1 else f"each of {shape.device_count} devices of one node"
     lines.append(
-        f"  needs {format_bytes(shape.device_bytes)} on {shape.device_count} device(s), "
+        f"  needs {format_bytes(shape.device_bytes)} on {devices}, "
         f"{format_bytes(shape.host_bytes)} of host memory{', exclusive' if shape.exclusive else ''}"
     )
     if record.estimate:

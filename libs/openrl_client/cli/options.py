@@ -12,7 +12,7 @@ import msgspec
 
 from openrl_client.errors import Rejected
 from openrl_common.names import check_job
-from openrl_common.records import JobKind, JobSpec, LoraSpec
+from openrl_common.records import DEVICES_MAX, JobKind, JobSpec, LoraSpec
 
 if TYPE_CHECKING:
     from openrl_client.recipes import RecipeSettings
@@ -67,8 +67,16 @@ _PRIORITY = click.option(
     "--priority", type=click.IntRange(-1000, 1000), help="Higher goes first in the waiting line. [default: 0]"
 )
 _ENGINE = click.option("--engine", help="Sampling engine. [default: auto]")
+_TRAINER_DEVICES = click.option(
+    "--trainer-devices",
+    type=click.IntRange(1, DEVICES_MAX),
+    help="Devices of one node for the trainer: fft shards the model, lora divides the data. [default: 1]",
+)
+_SAMPLER_DEVICES = click.option(
+    "--sampler-devices", type=click.IntRange(1, DEVICES_MAX), help="The same for the sampler, with vllm. [default: 1]"
+)
 
-runtime_options = _stack(_RANK, _DTYPE, _EXCLUSIVE, _PRIORITY, _ENGINE)
+runtime_options = _stack(_RANK, _DTYPE, _EXCLUSIVE, _PRIORITY, _ENGINE, _TRAINER_DEVICES, _SAMPLER_DEVICES)
 
 job_options = _stack(
     click.option("--name", help="The job's name; `run` makes one up."),
@@ -84,6 +92,8 @@ job_options = _stack(
     _EXCLUSIVE,
     _PRIORITY,
     _ENGINE,
+    _TRAINER_DEVICES,
+    _SAMPLER_DEVICES,
 )
 
 recipe_options = _stack(
@@ -129,7 +139,10 @@ recipe_options = _stack(
     click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Where metrics.jsonl goes."),
 )
 
-_SPEC_FIELDS = ("name", "base_model", "kind", "seed", "dtype", "float32_masters", "exclusive", "priority", "engine")
+_SPEC_FIELDS = (
+    "name", "base_model", "kind", "seed", "dtype", "float32_masters", "exclusive", "priority", "engine",
+    "trainer_devices", "sampler_devices",
+)  # fmt: skip
 
 
 def spec_of(parameters: dict[str, Any], file: Path | None = None) -> JobSpec:

@@ -23,7 +23,7 @@ import msgspec
 
 from openrl_common.errors import Rejected
 from openrl_common.quantities import GIB
-from openrl_common.records import ENGINES_THAT_CANNOT_PARK, JobKind, JobSpec, Overrides, Role, Shape
+from openrl_common.records import DEVICES_MAX, ENGINES_THAT_CANNOT_PARK, JobKind, JobSpec, Overrides, Role, Shape
 from openrl_common.tensors import INDEX_NAME, SINGLE_NAME, read_checkpoint
 
 _CONFIG_BYTES_MAX = 4 * 1024 * 1024
@@ -60,6 +60,9 @@ class Model:
         kv_values_per_token: keys and values that one token adds to the cache, over all full-attention layers.
         kv_values_bounded: the most that sliding-window layers ever hold for one sequence (their window is full).
         positions_max: longest sequence that the config allows; 0 = it does not say.
+        layers, outside_layers: the parameters outside (embeddings, head) are gathered as one piece when a model is
+            sharded, and so is each layer.
+        kv_heads: no more devices than these divide the cache of a tensor-parallel sampler; 0 = not known.
     """
 
     parameters: int
@@ -68,6 +71,9 @@ class Model:
     vocabulary: int
     kv_values_bounded: int = 0
     positions_max: int = 0
+    layers: int = 1
+    outside_layers: int = 0
+    kv_heads: int = 0
 
 
 # --- reading a model --------------------------------------------------------------------------------------------
@@ -157,6 +163,9 @@ def from_config(config: Mapping[str, Any], source: str) -> Model:
         kv_values_bounded=sliding * values * window,
         vocabulary=vocabulary,
         positions_max=fields.number("max_position_embeddings", "n_positions", default=0),
+        layers=layers,
+        outside_layers=vocabulary * hidden * (1 if tied else 2) + hidden,
+        kv_heads=kv_heads,
     )
 
 
@@ -216,7 +225,16 @@ def estimate(spec: JobSpec, role: Role, model: Model, constants: Constants) -> t
     """The shape of one workload and every figure behind it, in GiB (``parameters_billion`` aside).
 
     Formulas: M2. With dtype float32 every 2-byte figure doubles. Not exclusive unless the kind (P7) or the job
-    says so, or its engine cannot park.
+    says so, its engine cannot park, or it has several devices (P10). Of these each needs, with N of them::
+
+        FFT trainer      8 B/param / N                      the model is sharded: weights, gradients and moments
+                         + 4 B x (outside + 2 layers)       but whole at a time: what is outside the layers, the layer
+                                                            in hand and the next one, and their gradients
+                         + 4
+        LoRA trainer     as on one device: data parallel, each holds the whole model
+        sampler          weights, update room and cache / N (tensor parallel; the cache at most by its heads)
+
+    On the host there is a process a device, each with its constant, and each reads the whole model as it starts.
     """
     if role is Role.TRAINER:
         figures = _trainer_figures(spec, model, constants)
@@ -234,11 +252,13 @@ def estimate(spec: JobSpec, role: Role, model: Model, constants: Constants) -> t
         figures[name] = value if override is None else override
     exclusive = spec.exclusive if spec.exclusive is not None else spec.kind is JobKind.LORA
     exclusive |= role is Role.SAMPLER and spec.engine in ENGINES_THAT_CANNOT_PARK
+    device_count = spec.trainer_devices if role is Role.TRAINER else spec.sampler_devices
     shape = Shape(
         role=role,
+        device_count=device_count,
         device_bytes=math.ceil(figures["device"] * GIB),
         host_bytes=math.ceil(figures["host"] * GIB),
-        exclusive=exclusive,
+        exclusive=exclusive or device_count > 1,
     )
     return shape, {name: round(value, 4) for name, value in figures.items()}
 
@@ -251,40 +271,46 @@ def bytes_per_value(spec: JobSpec) -> int:
 def _trainer_figures(spec: JobSpec, model: Model, constants: Constants) -> dict[str, float]:
     billionths = model.parameters / GIB
     width = bytes_per_value(spec)
+    num = spec.trainer_devices
     if spec.kind is JobKind.FFT:
         masters = 4 if spec.float32_masters and width == 2 else 0
-        return {
-            "weights": width * billionths,
-            "gradients": width * billionths,
-            "moments": (2 * width + masters) * billionths,
-            "masters": masters * billionths,
+        figures = {
+            "weights": width * billionths / num,
+            "gradients": width * billionths / num,
+            "moments": (2 * width + masters) * billionths / num,
+            "masters": masters * billionths / num,
             "constant": constants.trainer_device_gib,
-            "host_weights": ((14 if width == 2 else 24) + 2 * masters) * billionths,
-            "host_constant": constants.trainer_host_gib,
+            "host_weights": ((14 if width == 2 else 24) + 2 * masters + (num - 1) * width) * billionths,
+            "host_constant": constants.trainer_host_gib * num,
         }
+        if num > 1:
+            layer = max(0, model.parameters - model.outside_layers) / model.layers
+            figures["gathered"] = 2 * width * (model.outside_layers + min(2, model.layers) * layer) / GIB
+        return figures
     return {
         "weights": width * billionths,
         "constant": constants.trainer_device_gib,
-        "host_weights": width * billionths,
-        "host_constant": constants.trainer_host_gib,
+        "host_weights": width * billionths * num,
+        "host_constant": constants.trainer_host_gib * num,
     }
 
 
 def _sampler_figures(spec: JobSpec, model: Model, constants: Constants) -> dict[str, float]:
     parameters_gib = model.parameters / GIB
     width = bytes_per_value(spec)
+    num = spec.sampler_devices
     cached = model.kv_values_per_token * constants.kv_tokens + model.kv_values_bounded
     figures = {
-        "weights": width * parameters_gib,
+        "weights": width * parameters_gib / num,
         "engine": constants.sampler_device_gib + 0.125 * parameters_gib,
-        "kv_cache": width * cached / GIB,
+        "kv_cache": width * cached / GIB / min(num, model.kv_heads or num),
         "host_weights": width * parameters_gib,
-        "host_constant": constants.sampler_host_gib,
+        "host_constant": constants.sampler_host_gib * num,
     }
     if spec.kind is JobKind.LORA:
         figures["lora_slots"] = constants.lora_slots_gib + 0.25 * parameters_gib
     else:
-        largest_gib = width * model.largest_tensor_elements / GIB
+        largest_gib = width * model.largest_tensor_elements / GIB / num
         streamed = constants.update_method == "streamed"
         chunk_gib = min(constants.update_chunk_gib, largest_gib)
         staged_gib = chunk_gib if streamed else constants.staging_factor * largest_gib
@@ -319,6 +345,13 @@ def check_spec(spec: JobSpec) -> None:
         raise _bad(f"priority {spec.priority}", f"use -{PRIORITY_MAX} to {PRIORITY_MAX}")
     if spec.max_model_len < 0:
         raise _bad(f"max_model_len {spec.max_model_len}", "use 0 (what the model allows) or a number of tokens")
+    for name, num in (("trainer_devices", spec.trainer_devices), ("sampler_devices", spec.sampler_devices)):
+        if not 1 <= num <= DEVICES_MAX:
+            raise _bad(f"{name} {num}", f"use 1 to {DEVICES_MAX}")
+    if spec.sampler_devices > 1 and not spec.engine.startswith("vllm"):
+        raise _bad(
+            f"sampler_devices {spec.sampler_devices} with engine {spec.engine}", "use engine vllm, or one device"
+        )
     if len(spec.tags) > _TAGS_MAX or any(len(k) + len(v) > _TAG_CHARACTERS_MAX for k, v in spec.tags.items()):
         raise _bad("tags are too many or too long", f"use at most {_TAGS_MAX} of {_TAG_CHARACTERS_MAX} characters")
     _check_lora(spec)

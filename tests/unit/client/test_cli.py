@@ -66,6 +66,7 @@ def test_exit_code_says_what_kind_of_failure_it_was(error: BaseException, code: 
         (["run", "sft", "--kind", "lora"], 2, "--task"),
         (["run", "sft", "--kind", "lora", "--task", "letters:sort"], 2, "--model is missing"),
         (["submit", "--name", "x", "--model", "/m", "--kind", "fft", "--rank", "8"], 2, "--rank and --alpha"),
+        (["submit", "--name", "x", "--model", "/m", "--kind", "fft", "--trainer-devices", "0"], 2, "1<=x<=64"),
         (["submit", "--name", "Bad_Name", "--model", "/m", "--kind", "fft"], 1, "'Bad_Name'"),
         (["wait", "x", "--timeout", "-3"], 2, "--timeout"),
         (["run", "sft", "--task", "letters:sort", "--learning-rate", "nan"], 2, "'nan' is not a finite number above 0"),
@@ -250,6 +251,16 @@ def test_model_path_is_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """Workers run elsewhere: a relative path would mean another place there."""
     monkeypatch.chdir(tmp_path)
     assert spec_of({"name": "a", "kind": "fft", "base_model": "m"}).base_model == str(tmp_path / "m")
+
+
+def test_the_numbers_of_devices_come_from_options_or_the_file_and_are_whole_P10(tmp_path: Path) -> None:
+    file = tmp_path / "job.json"
+    file.write_text('{"name": "a", "kind": "fft", "base_model": "/m", "trainer_devices": 2, "sampler_devices": 3}')
+    spec = spec_of({"trainer_devices": 4}, file)
+    assert (spec.trainer_devices, spec.sampler_devices) == (4, 3)
+    file.write_text('{"name": "a", "kind": "fft", "base_model": "/m", "trainer_devices": 1.5}')
+    with pytest.raises(Rejected, match="trainer_devices"):
+        spec_of({}, file)
 
 
 def test_json_and_yaml_say_the_same() -> None:

@@ -163,6 +163,11 @@ def test_M1_weights_that_are_there_are_counted_from_their_headers(tmp_path: Path
         spec(overrides=Overrides(sampler_host_gib=-1)),
         spec(overrides=Overrides(trainer_device_gib=float("inf"))),
         JobSpec(name="j", kind=JobKind.FFT, base_model=" "),
+        spec(trainer_devices=0),
+        spec(trainer_devices=65),
+        spec(sampler_devices=-1),
+        spec(sampler_devices=2, engine="torch"),
+        spec(sampler_devices=2),
     ],
 )
 def test_a_spec_that_makes_no_sense_is_refused_in_one_line(bad: JobSpec) -> None:
@@ -185,6 +190,51 @@ def test_M2_float32_masters_add_8_bytes_a_parameter_to_full_bfloat16_training_on
     assert device_gib(float32_masters=True) - device_gib() == 8
     for unchanged in ({"dtype": "float32"}, {"kind": "lora"}):
         assert device_gib(float32_masters=True, **unchanged) == device_gib(**unchanged)
+
+
+def test_P10_a_job_says_how_many_devices_each_worker_gets_and_several_are_never_shared() -> None:
+    job = spec(trainer_devices=4, sampler_devices=2, engine="vllm", exclusive=False)
+    check_spec(job)
+    shapes = {role: estimate(job, role, from_config(QWEN3_8B, "c"), Constants())[0] for role in Role}
+    assert {role: (shape.device_count, shape.exclusive) for role, shape in shapes.items()} == {
+        Role.TRAINER: (4, True),
+        Role.SAMPLER: (2, True),
+    }
+
+
+def test_P10_memory_never_makes_it_several_devices() -> None:
+    huge = Model(parameters=1 << 40, largest_tensor_elements=1, kv_values_per_token=1, vocabulary=1)
+    assert estimate(spec(), Role.TRAINER, huge, Constants())[0].device_count == 1
+
+
+def test_P10_R14_each_device_of_a_sharded_trainer_holds_its_share_and_what_is_whole_for_a_moment() -> None:
+    model = from_config(QWEN3_8B, "c")
+    one, four = (estimate(spec(trainer_devices=num), Role.TRAINER, model, Constants())[1] for num in (1, 4))
+    for part in ("device_weights", "device_gradients", "device_moments"):
+        assert four[part] == pytest.approx(one[part] / 4, rel=1e-3)
+    assert four["device_constant"] == one["device_constant"]
+    outside = 2 * 151_936 * 4096
+    layer = (model.parameters - outside) / 36
+    assert four["device_gathered"] == pytest.approx(4 * (outside + 2 * layer) / GIB, rel=1e-3)
+    assert "device_gathered" not in one
+    assert four["host"] == pytest.approx(one["host"] + 3 * (20 + 2 * model.parameters / GIB), rel=1e-3)
+
+
+def test_P10_R14_each_device_of_a_data_parallel_trainer_holds_the_whole_model() -> None:
+    model = from_config(QWEN3_8B, "c")
+    one, two = (estimate(spec("lora", trainer_devices=num), Role.TRAINER, model, Constants())[1] for num in (1, 2))
+    assert two["device"] == one["device"]
+    assert two["host"] == pytest.approx(2 * one["host"], rel=1e-3)
+
+
+def test_P10_V13_a_tensor_parallel_sampler_divides_weights_and_cache_the_cache_at_most_by_its_heads() -> None:
+    model = from_config(QWEN3_8B, "c")
+    one, four, sixteen = (
+        estimate(spec(sampler_devices=num, engine="vllm"), Role.SAMPLER, model, Constants())[1] for num in (1, 4, 16)
+    )
+    assert four["device_weights"] == pytest.approx(one["device_weights"] / 4, rel=1e-3)
+    assert four["device_kv_cache"] == pytest.approx(one["device_kv_cache"] / 4, rel=1e-3)
+    assert sixteen["device_kv_cache"] == pytest.approx(one["device_kv_cache"] / 8, rel=1e-3), "it has 8 heads"
 
 
 def test_P12_ranks_share_a_runtime_of_the_next_larger_maximum() -> None:
