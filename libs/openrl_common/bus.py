@@ -30,11 +30,11 @@ import nats.js.errors
 from nats.js import api
 
 from openrl_common import streams
-from openrl_common.connection import Connection
+from openrl_common.connection import WRONG_LAST_SEQUENCE, Connection
 from openrl_common.errors import Bug, Conflict, OpenRLError, Poison, Rejected, Transient, Unreachable
 from openrl_common.events import EVENT_DECODER, AnyEvent, Event
 from openrl_common.pull import JETSTREAM_FAULTS, NETWORK_ERRORS, Lost, Puller, heed_cancellation
-from openrl_common.store import WRONG_LAST_SEQUENCE, Store
+from openrl_common.store import Store
 from openrl_common.telemetry import extract_context, inject_context, tracer
 from openrl_common.wire import PayloadRef
 
@@ -228,6 +228,7 @@ class Bus:
                     num_replicas=replicas,
                     allow_direct=True,
                     allow_msg_ttl=config.message_ttl or None,
+                    allow_atomic=not config.work_queue or None,
                 )
             )
         for bucket in bucket_configs:
@@ -241,6 +242,7 @@ class Bus:
                     deny_delete=True,
                     allow_rollup_hdrs=True,
                     allow_direct=True,
+                    allow_atomic=True,
                     num_replicas=replicas,
                 )
             )

@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
 
 import openrl_common.without_websockets  # noqa: F401
 
@@ -29,17 +29,22 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 
+from openrl_common.group_commit import GroupCommit, Stale, Write
+
 _NO_RESPONDERS = "503"
 _HEADER_LINE = b"NATS/1.0"
 _V1_TOKENS = 9
+_STALE = "wrong last sequence: this connection has written it since"
+WRONG_LAST_SEQUENCE = (10071, 10164)
+"""Error codes of a condition that does not hold; the second on replicated buckets (E8)."""
 
 
 class _Acknowledgement(msgspec.Struct):
     """What JetStream answers to a publish, as far as it is read here."""
 
-    stream: str = ""
     seq: int = 0
-    duplicate: bool = False
+    batch: str = ""
+    count: int = 0
     error: dict[str, Any] | None = None
 
 
@@ -47,7 +52,12 @@ _ACKNOWLEDGEMENT = msgspec.json.Decoder(_Acknowledgement)
 
 
 class JetStream(JetStreamContext):
-    """nats-py's, with acknowledgements decoded by msgspec: the library's own way was 13 % of a busy ledger's work."""
+    """nats-py's, with group commit, and with acknowledgements decoded by msgspec (the library's own way was 13 % of a
+    busy ledger's work)."""
+
+    def __init__(self, connection: Connection, **options: Any) -> None:
+        super().__init__(connection, **options)
+        self.commits = GroupCommit(self._send_alone, self._send_group)
 
     async def publish(
         self,
@@ -64,21 +74,53 @@ class JetStream(JetStreamContext):
             extra[api.Header.EXPECTED_STREAM] = stream
         if msg_ttl is not None:
             extra[api.Header.MSG_TTL] = str(int(msg_ttl))
+        expected = headers.get(api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE) if headers else None
+        write = Write(
+            subject=subject,
+            body=payload,
+            headers={**(headers or {}), **extra},
+            timeout=self._timeout if timeout is None else timeout,
+            expected=None if expected is None else int(expected),
+        )
+        try:
+            sequence = await self.commits.publish(write)
+        except Stale as error:
+            raise nats.js.errors.APIError(code=400, err_code=WRONG_LAST_SEQUENCE[0], description=_STALE) from error
+        return api.PubAck(stream="", seq=sequence, domain=None)
+
+    async def _send_alone(self, write: Write) -> int:
+        acknowledged = await self._acknowledged(write, write.headers)
+        if acknowledged.error is not None:
+            raise nats.js.errors.APIError.from_error(acknowledged.error)
+        return acknowledged.seq
+
+    async def _send_group(self, writes: Sequence[Write]) -> int | None:
+        """One atomic batch (ADR-50): members before the last are not answered, the last one commits."""
+        batch = self._nc.new_inbox().rpartition(".")[2]
+        for number, write in enumerate(writes[:-1], start=1):
+            await self._nc.publish(write.subject, write.body, headers=write.headers | _member(batch, number))
+        commit = _member(batch, len(writes)) | {api.Header.BATCH_COMMIT: "1"}
+        last = writes[-1]
+        acknowledged = await self._acknowledged(last, last.headers | commit)
+        if acknowledged.error is not None:
+            return None
+        if acknowledged.batch != batch or acknowledged.count != len(writes):
+            # A server older than 2.12 stores each for itself: whatever became of them, each looks for itself (E7).
+            raise nats.errors.TimeoutError
+        return acknowledged.seq
+
+    async def _acknowledged(self, write: Write, headers: dict[str, str]) -> _Acknowledgement:
         try:
             answer = await self._nc.request(
-                subject,
-                payload,
-                timeout=self._timeout if timeout is None else timeout,
-                headers={**headers, **extra} if headers else extra or None,
+                write.subject, write.body, timeout=write.timeout, headers=cast(dict[str, Any], headers) or None
             )
         except nats.errors.NoRespondersError as error:
             raise nats.js.errors.NoStreamResponseError from error
-        acknowledged = _ACKNOWLEDGEMENT.decode(answer.data)
-        if acknowledged.error is not None:
-            raise nats.js.errors.APIError.from_error(acknowledged.error)
-        return api.PubAck(
-            stream=acknowledged.stream, seq=acknowledged.seq, domain=None, duplicate=acknowledged.duplicate or None
-        )
+        return _ACKNOWLEDGEMENT.decode(answer.data)
+
+
+def _member(batch: str, number: int) -> dict[str, str]:
+    return {api.Header.BATCH_ID: batch, api.Header.BATCH_SEQUENCE: str(number)}
 
 
 class Received:

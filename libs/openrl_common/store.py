@@ -24,6 +24,7 @@ import nats.js.errors
 from nats.js import api
 
 from openrl_common import records, wire
+from openrl_common.connection import WRONG_LAST_SEQUENCE
 from openrl_common.errors import Conflict, Poison, Transient, UnknownOutcome, Unreachable
 from openrl_common.pull import JETSTREAM_FAULTS, NETWORK_ERRORS, Lost, Puller, heed_cancellation
 
@@ -37,7 +38,6 @@ T = TypeVar("T")
 _WRITE_ID = "Openrl-Write-Id"
 _TRY_S = 2.0
 _DEADLINE_S = 20.0
-WRONG_LAST_SEQUENCE = (10071, 10164)
 _LIST_BATCH = 512
 _LIST_SLICE = 32
 _LIST_TRIES = 50
