@@ -10,6 +10,7 @@ from openrl_common import streams
 from openrl_common.bus import Bus
 from openrl_common.errors import Conflict
 from openrl_common.group_commit import ALONE_MAX
+from openrl_common.nats_server import NatsServer
 from openrl_common.records import LeaseRecord, LeaseState
 from support import until
 
@@ -112,6 +113,41 @@ async def test_racers_for_few_keys_each_land_exactly_once(bus: Bus) -> None:
 
     await asyncio.gather(*(increment(names[n % 4]) for n in range(4 * ALONE_MAX)))
     assert {entry.value.renewals for entry in (await leases.list()).values()} == {ALONE_MAX}
+
+
+async def test_a_server_killed_amid_groups_keeps_every_write_it_confirmed(nats_server: NatsServer) -> None:
+    """E7, E18: each writer counts what it was told is stored; the server is killed and started under them."""
+    bus = await Bus.connect(nats_server.url, name="test")
+    await streams.ensure(bus)
+    leases = bus.store.leases
+    stop = asyncio.Event()
+
+    async def count(name: str) -> tuple[int, int]:
+        """Write 0, 1, 2, … from the revision before; a write that ends without an answer ends the test."""
+        revision = renewals = 0
+        while not stop.is_set():
+            renewals += 1
+            revision = await leases.write(name, LeaseRecord(state=LeaseState.LIVE, renewals=renewals), last=revision)
+        return revision, renewals
+
+    async def kill() -> None:
+        for _ in range(3):
+            confirmed = bus.jetstream.commits.grouped
+            await until(lambda: bus.jetstream.commits.grouped > confirmed + 300, within_s=60.0)
+            nats_server.kill()
+            nats_server.start()
+        stop.set()
+
+    names = [f"k{n}" for n in range(100)]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            counting = [tasks.create_task(count(name)) for name in names]
+            tasks.create_task(kill())
+        told = {name: task.result() for name, task in zip(names, counting, strict=True)}
+        stored = {name: (entry.revision, entry.value.renewals) for name, entry in (await leases.list()).items()}
+        assert stored == told
+    finally:
+        await bus.close()
 
 
 @pytest.mark.parametrize("allowed", [True, False])
