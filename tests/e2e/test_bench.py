@@ -33,7 +33,20 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_W1_bench_seats_prints_every_figure_and_the_first_in_line_takes_each_freed_seat(tmp_path: Path) -> None:
     if file_system_of(tmp_path) == "tmpfs":
         pytest.skip("the temporary directory is in memory, and seats are measured on a disk (--basetemp names another)")
-    answer = bench("seats", "--json", "--store", str(tmp_path), *SMALL)
+    store, chart = tmp_path / "store", tmp_path / "chart.png"
+    answer = bench(
+        "seats",
+        "--json",
+        "--store",
+        str(store),
+        "--curve-rate",
+        "5",
+        "--curve-rate",
+        "4",
+        "--chart",
+        str(chart),
+        *SMALL,
+    )
     assert answer.returncode == 0, answer.stderr
     report = json.loads(answer.stdout)
     assert report.keys() >= FIGURES
@@ -41,10 +54,12 @@ def test_W1_bench_seats_prints_every_figure_and_the_first_in_line_takes_each_fre
     assert (report["wakes"], report["wakes_out_of_order"], report["waiting"]) == (3, 0, 6)
     assert report["grants_per_s"] > 0
     assert report["impossible_s"] > 0
-    assert report["store"]["path"] == str(tmp_path)
+    assert report["store"]["path"] == str(store)
+    assert [point["rate_per_s"] for point in report["curve"]] == [4, 5]
+    assert chart.read_bytes().startswith(b"\x89PNG")
     for service in ("ledger", "placement"):
         assert report["memory"][service]["rss_mb"] < CONTROL_SERVICE_MB_MAX
-    assert not list(tmp_path.iterdir()), "the store is removed afterwards"
+    assert not list(store.iterdir()), "the store is removed afterwards"
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no file system in memory to refuse")
@@ -63,6 +78,8 @@ def test_E18_a_store_in_memory_is_refused_with_the_flag_to_use() -> None:
         (["--claims", "4"], "--claims"),
         (["--waiting", "2", "--wakes", "3"], "--wakes"),
         (["--jobs", "-1"], "--jobs"),
+        (["--curve-rate", "9000"], "--nodes"),
+        (["--chart", "/nowhere/chart.png"], "--chart"),
     ],
 )
 def test_a_plan_that_cannot_be_run_is_one_line_that_names_the_flag(options: list[str], names: str) -> None:

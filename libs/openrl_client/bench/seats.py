@@ -1,7 +1,7 @@
 """``openrl bench seats``: seat grants of the real placement and ledger, over a real nats-server, on a disk.
 
     saturated   a bounded window of unanswered jobs: grants a second, CPU and memory of the services
-    paced       an open loop at a given rate: latency
+    paced       an open loop at a given rate: latency; and at others, from the lowest, for a curve
     waiting     jobs too large for anything free fill the line, then seats of full claims are freed one by one
     one tenth   saturated once more on a fresh system with a tenth of the claims: how the cost grows
 
@@ -42,6 +42,7 @@ from openrl_common.queries import NODES, ListQuery, NodesAnswer
 SERVICES = ("ledger", "placement")
 CLAIMS_RATIO = 10
 PACED_SHARE = 0.3
+CURVE_POINT_S = 3.0
 _SEEN_DEADLINE_S = 60.0
 _LINE_DEADLINE_S = 120.0
 _IMPOSSIBLE_EVERY_S = 0.5
@@ -73,7 +74,16 @@ class Plan:
     num_wakes: int
     rate_per_s: float
     window: int
+    curve_rates_per_s: tuple[float, ...] = ()
     store: Path | None = None
+
+    def num_jobs_at(self, rate_per_s: float) -> int:
+        """Jobs that one point of the curve publishes."""
+        return max(1, round(rate_per_s * CURVE_POINT_S / 2))
+
+    @property
+    def num_curve(self) -> int:
+        return sum(map(self.num_jobs_at, self.curve_rates_per_s))
 
     @property
     def num_paced(self) -> int:
@@ -90,7 +100,8 @@ class Plan:
     @property
     def tenth(self) -> Plan:
         """The same with a tenth of the claims, and as many jobs as those let join."""
-        small = replace(self, num_claims=max(self.num_claims // CLAIMS_RATIO, self.size.num_full + 1))
+        num_claims = max(self.num_claims // CLAIMS_RATIO, self.size.num_full + 1)
+        small = replace(self, num_claims=num_claims, curve_rates_per_s=())
         return replace(small, num_jobs=min(self.num_jobs, small.size.joins_max))
 
     def check(self) -> None:
@@ -102,8 +113,17 @@ class Plan:
                 f"--wakes {self.num_wakes} is more than --waiting {self.num_waiting}: a wake needs a waiter",
                 code="usage",
             )
-        self.size.check(self.num_jobs)
+        self.size.check(self.num_jobs + self.num_curve)
         self.tenth.size.check(self.tenth.num_jobs)
+
+
+class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Latency from JobSubmitted to SeatBooked at an offered rate; ``took_per_s`` is the rate that was reached."""
+
+    rate_per_s: float
+    took_per_s: float
+    p50_ms: float
+    p99_ms: float
 
 
 class SeatsReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +132,7 @@ class SeatsReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         grants_per_s: saturated: JobSubmitted sent → SeatBooked stored, seats over the time from first to last.
         p50_ms, p99_ms: the same, at ``rate_per_s`` grants a second; ``sent_per_s`` is what was really sent.
+        curve: the same at other rates.
         impossible_s: the longest that a job no node could hold waited for its answer, under load.
         wake_p50_ms, wake_p99_ms: WorkerGone sent → SeatBooked of the first in line stored, ``waiting`` in line.
         wakes_out_of_order: freed seats that went to a later one than the first in line.
@@ -129,6 +150,7 @@ class SeatsReport(msgspec.Struct, frozen=True, kw_only=True):
     p99_ms: float
     rate_per_s: float
     sent_per_s: float
+    curve: list[CurvePoint]
     impossible_s: float
     wake_p50_ms: float
     wake_p99_ms: float
@@ -175,6 +197,7 @@ async def measure(plan: Plan, *, progress: Progress) -> SeatsReport:
         memory = {name: memory_of(pid) for name, pid in system.pids.items()}
         paced = await load.pace(plan.num_paced, grants_per_s=plan.rate_per_s)
         progress(f"paced: p99 {milliseconds(percentile(paced.latencies_s, 99))} ms at {plan.rate_per_s:g}/s")
+        curve = [await _point(load, plan, rate_per_s, progress) for rate_per_s in sorted(plan.curve_rates_per_s)]
         line = await _fill_line(system, load, plan, progress)
         impossible = [*full.impossible_s, await load.impossible()]
         wakes, out_of_order = await _wake(load, line, plan.num_wakes)
@@ -194,6 +217,7 @@ async def measure(plan: Plan, *, progress: Progress) -> SeatsReport:
         p99_ms=milliseconds(percentile(paced.latencies_s, 99)),
         rate_per_s=plan.rate_per_s,
         sent_per_s=round((len(sent) - 2) / max(1e-9, sent[-1] - sent[0]), 1),
+        curve=curve,
         impossible_s=round(max(impossible), 4),
         wake_p50_ms=milliseconds(percentile(wakes, 50)),
         wake_p99_ms=milliseconds(percentile(wakes, 99)),
@@ -276,6 +300,18 @@ async def _saturate(system: LocalSystem, load: Load, plan: Plan, progress: Progr
         f"with {plan.num_claims} claims; other processes took {others:.1f} cores meanwhile"
     )
     return _Saturated(tally, spent, impossible, others)
+
+
+async def _point(load: Load, plan: Plan, rate_per_s: float, progress: Progress) -> CurvePoint:
+    tally = await load.pace(plan.num_jobs_at(rate_per_s), grants_per_s=rate_per_s)
+    point = CurvePoint(
+        rate_per_s=rate_per_s,
+        took_per_s=round(tally.grants_per_s, 1),
+        p50_ms=milliseconds(percentile(tally.latencies_s, 50)),
+        p99_ms=milliseconds(percentile(tally.latencies_s, 99)),
+    )
+    progress(f"at {rate_per_s:g}/s: p50 {point.p50_ms} ms, p99 {point.p99_ms} ms")
+    return point
 
 
 async def _fill_line(system: LocalSystem, load: Load, plan: Plan, progress: Progress) -> Tally:

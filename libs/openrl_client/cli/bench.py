@@ -35,13 +35,33 @@ def bench() -> None:
     "--wakes", "num_wakes", type=WholeNumber(1), default="100", show_default=True, help="Seats freed for them."
 )
 @click.option("--window", type=WholeNumber(1), default="256", show_default=True, help="Jobs unanswered when saturated.")
+@click.option(
+    "--curve-rate",
+    "curve_rates_per_s",
+    type=click.FloatRange(min=1),
+    multiple=True,
+    metavar="GRANTS/S",
+    help="Latency at this rate too; may be given several times.",
+)
+@click.option(
+    "--chart",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=None,
+    help="Draw latency over rate, and CPU per grant, into this file (PNG, SVG, PDF).",
+)
 @STORE
 @JSON
-def seats(as_json: bool, **parameters: Any) -> None:
+def seats(as_json: bool, chart: Path | None, **parameters: Any) -> None:  # fmt: skip
     """Seat grants: how many a second, how fast, and what they cost."""
     from openrl_client.bench.seats import Plan, measure
 
+    if chart is not None:
+        from openrl_client.bench import chart as charts
+
+        charts.check(chart)
     report = run_async(measure(Plan(**parameters), progress=_progress))
+    if chart is not None:
+        charts.draw(report, chart)
     _show(report, as_json)
 
 
