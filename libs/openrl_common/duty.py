@@ -25,13 +25,11 @@ log = logging.getLogger(__name__)
 
 DUTY_RENEW_S = 3.0
 DUTY_LAPSE_S = 10.0
-_LOOK_S = 0.05
 
 
 def this_process() -> str:
     """A holder's name that ``process_is_gone`` understands: the machine's boot, the pid's name space, pid and start."""
-    process = psutil.Process()
-    return f"{_where()}/{process.pid}/{process.create_time():.2f}"
+    return f"{_where()}/{os.getpid()}/{_started(os.getpid())}"
 
 
 def process_is_gone(holder: str) -> bool:
@@ -41,11 +39,23 @@ def process_is_gone(holder: str) -> bool:
     if where != _where() or not pid.isdigit():
         return False
     try:
-        return f"{psutil.Process(int(pid)).create_time():.2f}" != created
+        return _started(int(pid)) != created
     except psutil.NoSuchProcess:
         return True
-    except psutil.Error:
+    except (psutil.Error, OSError):
         return False
+
+
+def _started(pid: int) -> str:
+    """When a process started, by a clock that nobody sets. Raises NoSuchProcess.
+
+    On Linux in ticks since the boot: a start in seconds since 1970 moves with every correction of the system's clock,
+    and a process that runs would look like another one, which is to say gone.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return f"{psutil.Process(pid).create_time():.2f}"
 
 
 def _where() -> str:
@@ -83,6 +93,7 @@ class Duty:
         self._holder = holder
         self._clock = clock
         self._gone = gone
+        self._taken = asyncio.Event()
         self._lost = asyncio.Event()
         self.elsewhere = False
         """Was it another replica's at the last look?"""
@@ -98,9 +109,8 @@ class Duty:
     async def wait_held(self, stopping: asyncio.Event) -> bool:
         """Stand by, while ``keep`` runs, until it is this replica's; False: ``stopping`` came first."""
         while not (self.held or stopping.is_set()):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):
-                    await stopping.wait()
+            self._taken.clear()
+            await _either(self._taken, stopping)
         return self.held
 
     async def wait_lost(self, stopping: asyncio.Event) -> None:
@@ -108,12 +118,9 @@ class Duty:
 
         A replica that is only cut off from the bus has not lost it: it goes on, or finds out when it is back.
         """
-        while not stopping.is_set():
-            if self._lost.is_set():
-                raise self._lost_error()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):
-                    await stopping.wait()
+        await _either(self._lost, stopping)
+        if self._lost.is_set() and not stopping.is_set():
+            raise self._lost_error()
 
     async def confirm(self) -> None:
         """Ask the bucket whose it is, having met a write that nobody here made. Raises Rejected (``duty-lost``)."""
@@ -170,3 +177,13 @@ class Duty:
         if self._sent_at is None:
             log.info("duty %s is this replica's now", self._name)
         self._sent_at = now
+        self._taken.set()
+
+
+async def _either(*events: asyncio.Event) -> None:
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waiting:
+            each.cancel()
