@@ -69,6 +69,9 @@ class Fleet:
         self.nodes: dict[str, NodeRecord] = {}
         self.claims: dict[str, ClaimRecord] = {}
         self._host_used: dict[str, int] = {}
+        self._budgets: dict[str, NodeBudget] = {}
+        self._leaving: dict[str, set[str]] = {}
+        """Per claim, assignments that have left it and whose host memory the node still keeps for them."""
         self._reported: dict[str, NodeRecord] = {}
         self._standing: dict[str, Standing] = {}
         self._on_node: defaultdict[str, set[str]] = defaultdict(set)
@@ -115,8 +118,13 @@ class Fleet:
             self._count(claim, before, -1)
         if record is None:
             self.claims.pop(claim, None)
+            self._leaving.pop(claim, None)
             self._unindex(claim)
             return False
+        if before is not None and record.node in self._budgets:
+            left = before.entries.keys() - record.entries.keys()
+            if leaving := left & self._budgets[record.node].entries.keys():
+                self._leaving.setdefault(claim, set()).update(leaving)
         self.claims[claim] = record
         self._count(claim, record, +1)
         self._index(claim)
@@ -137,11 +145,28 @@ class Fleet:
         return record is not None and self.set_node(node, record)
 
     def set_budget(self, node: str, budget: NodeBudget | None) -> bool:
-        """Take in a node's host reservations; True when memory was freed."""
-        used = sum(entry.host_bytes for entry in budget.entries.values()) if budget is not None else 0
+        """Take in a node's host reservations; True when memory was freed, or what had left a claim is off the node."""
+        budget = budget or NodeBudget()
+        used = sum(entry.host_bytes for entry in budget.entries.values())
         before = self._host_used.get(node, 0)
         self._host_used[node] = used
-        return used < before
+        self._budgets[node] = budget
+        over = [
+            claim
+            for claim, assignments in self._leaving.items()
+            if self.claims[claim].node == node and not (assignments & budget.entries.keys())
+        ]
+        for claim in over:
+            del self._leaving[claim]
+        return used < before or bool(over)
+
+    def is_leaving(self, claim: str) -> bool:
+        """A seat has left it, and its host memory follows in the next moment (L4: the claim first, then the node).
+
+        Until then the room that it seems to have is not what it will have: who is small would get what somebody larger,
+        and earlier in line, is about to fit (W1).
+        """
+        return claim in self._leaving
 
     def _count(self, claim: str, record: ClaimRecord, sign: int) -> None:
         if record.node:

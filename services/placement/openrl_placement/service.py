@@ -238,15 +238,16 @@ class Placement:
 
     async def follow_mirrors(self) -> None:
         """Carry out what mirror changes led to, in order; a failure is kept by the outbox and tried again."""
-        while not self._bus.stopping.is_set():
-            try:
-                async with asyncio.timeout(0.5):
-                    effects = await self._changes.get()
-            except TimeoutError:
-                continue
-            while not self._changes.empty():
-                effects.add(self._changes.get_nowait())
-            await self._try(effects)
+        stopping = asyncio.create_task(self._bus.stopping.wait())
+        stopping.add_done_callback(lambda _: self._changes.put_nowait(Effects()))
+        try:
+            while not self._bus.stopping.is_set():
+                effects = await self._changes.get()
+                while not self._changes.empty():
+                    effects.add(self._changes.get_nowait())
+                await self._try(effects)
+        finally:
+            stopping.cancel()
 
     async def follow_time(self) -> None:
         """Deadlines every second, the repairing pass every ``pass_every_s``."""

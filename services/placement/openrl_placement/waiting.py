@@ -73,6 +73,8 @@ def wake_claim(state: State, claim: str, now: float, fx: Effects) -> None:
     record = state.fleet.claims.get(claim)
     if record is None or record.state is not ClaimState.ALLOCATED or not len(state.line):
         return
+    if state.fleet.is_leaving(claim):  # what changes the node's budget wakes the line
+        return
     free = state.fleet.seats_free(claim)
     room = PROMISES_MAX if free is None else free
 
@@ -190,9 +192,11 @@ def repeat_request(state: State, record: WorkloadRecord, now: float, fx: Effects
 
 
 def _promised_away(state: State) -> Callable[[str], bool]:
-    """Claims whose free seats are all promised to waiters with a request under way (W1)."""
+    """Claims whose free seats are all promised to waiters with a request under way, or about to be (W1)."""
 
     def left_out(claim: str) -> bool:
+        if state.fleet.is_leaving(claim) and len(state.line):
+            return True
         free = state.fleet.seats_free(claim)
         return free is not None and state.line.promised(claim) >= free
 

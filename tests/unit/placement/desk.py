@@ -25,6 +25,7 @@ from openrl_common.records import (
     Device,
     JobKind,
     JobSpec,
+    NodeBudget,
     NodeRecord,
     Overrides,
     ReadyRecord,
@@ -150,6 +151,9 @@ class Desk:
 
     def claim(self, claim: str, record: ClaimRecord | None) -> list[Event]:
         return self.apply(core.claim_changed(self.state, claim, record, self.now))
+
+    def budget(self, name: str, budget: NodeBudget) -> list[Event]:
+        return self.apply(core.budget_changed(self.state, name, budget, self.now))
 
     def ready(self, workload: str, ready: bool = True) -> list[Event]:
         assignment = self.workload(workload).assignment

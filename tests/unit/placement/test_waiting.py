@@ -12,9 +12,12 @@ from openrl_common.events import (
     WorkerLaunched,
     WorkerUnschedulable,
 )
+from openrl_common.quantities import GIB
 from openrl_common.queries import ExplainQuery, ListQuery
 from openrl_common.records import (
     ClaimState,
+    NodeBudget,
+    NodeEntry,
     Reason,
     Role,
     SeatRecord,
@@ -170,6 +173,27 @@ def test_W1_a_seat_promised_to_an_earlier_waiter_is_left_out_of_later_requests_u
     )  # fmt: skip
     (second,) = it.take(SeatRequested)
     assert second.workload == trainer("a"), "what the first could not take goes to the next in line"
+
+
+def test_W1_a_seat_is_offered_once_its_host_memory_is_free_too() -> None:
+    """The ledger takes a seat off its claim first, off its node next (L4): in between only a smaller waiter fits."""
+    it = Desk(limit=2)
+    it.node(node(devices=1, host_gib=10))
+    leaving, staying = entry("w1", host_gib=8), entry("w2", host_gib=1)
+    host = {
+        "x": NodeEntry(workload="w1", claim="c", host_bytes=8 * GIB),
+        "y": NodeEntry(workload="w2", claim="c", host_bytes=GIB),
+    }
+    it.claim("c", allocated({"x": leaving, "y": staying}))
+    it.budget("n1", NodeBudget(entries=host))
+    queue(it, "large", host_gib=8)
+    queue(it, "small", host_gib=1)
+    it.claim("c", allocated({"y": staying}))
+    it.submit("late", host_gib=1)
+    assert [each for each in it.take(SeatRequested) if "c" in each.candidates] == []
+    it.budget("n1", NodeBudget(entries={"y": host["y"]}))
+    (move,) = it.take(SeatRequested)
+    assert (move.workload, move.candidates) == (sampler("large"), ("c",))
 
 
 def test_W1_a_large_waiter_at_the_head_does_not_stop_a_small_one() -> None:
