@@ -127,11 +127,17 @@ class Turns:
         self._tasks.append(asyncio.create_task(self._tend(), name="turns"))
 
     async def _find_claim(self) -> str:
-        """The claim of this assignment. Named otherwise: the seat is moving or lost, and a fence is on its way."""
+        """The claim of this assignment. Named otherwise: the seat is moving or lost, and a fence is on its way.
+
+        No seat, although a launcher has started this process on a claim: the ledger's bucket is lost, and will be
+        rebuilt with this claim (L7). Whoever took no turns meanwhile would be on the device beside others then.
+        """
+        store = self._context.store
         while not self._context.stopping.is_set():
-            seat = await self._context.store.ledger_seats.get(self._context.workload.workload)
+            seat = await store.ledger_seats.get(self._context.workload.workload)
             if seat is None:
-                return ""
+                launched = await store.workers.get(self._context.assignment)
+                return "" if launched is None else launched.value.claim
             if seat.value.assignment == self._context.assignment:
                 return seat.value.claim
             await _pause(self._hint, LOOK_S)
