@@ -329,6 +329,8 @@ class Job:
     ) -> SampleResult:
         """Completions of token prompts. ``settings`` are the fields of SamplingParams (``n``, ``max_tokens`` …).
 
+        Cancelling the task that awaits it takes the request back: the sampler stops working on it.
+
         Args:
             at_least: do not start before this weights version serves; ``exact``: only with this one.
 

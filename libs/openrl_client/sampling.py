@@ -2,7 +2,8 @@
 
 Invariants: one call ends at its deadline; an attempt's message lives no longer than the attempt (its TTL), so that a
 sampler never works on what nobody waits for; an attempt that was never answered is repeated under a new request id
-with twice the window (generation has no side effects).
+with twice the window (generation has no side effects). A cancelled call tells the samplers, which stop working on it;
+where that is lost, the attempt's end stops them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import msgspec
 
 from openrl_client.encoding import encode
 from openrl_client.errors import Rejected, TimedOut, Transient
-from openrl_common.names import sample_subject
-from openrl_common.wire import SAMPLE_RESULT_DECODER, SampleRequest, SampleResult, SamplingParams
+from openrl_common.names import cancel_subject, sample_subject
+from openrl_common.wire import SAMPLE_RESULT_DECODER, CancelSample, SampleRequest, SampleResult, SamplingParams
 
 if TYPE_CHECKING:
     from openrl_common.bus import Bus
@@ -69,7 +70,7 @@ class SampleClient:
         exact: int | None = None,
         ended: Callable[[], Awaitable[Exception | None]],
     ) -> SampleResult:
-        """Return the completions of every prompt, in order.
+        """Return the completions of every prompt, in order. Cancel the task to take the request back.
 
         Raises:
             Rejected: the sampler's typed no (``bad-params``, ``too-long``, ``unknown-job``, ``version-not-served`` …);
@@ -137,6 +138,11 @@ class SampleClient:
                 return await future
         except TimeoutError:
             return None
+        except asyncio.CancelledError:
+            if not future.done() or future.cancelled():  # not answered
+                cancelled = msgspec.json.encode(CancelSample(request=request.request))
+                await self._bus.send(cancel_subject(record.runtime_tenant, record.runtime), cancelled)
+            raise
         except Transient:
             await asyncio.sleep(min(attempt_s, 0.5))
             return None

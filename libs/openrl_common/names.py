@@ -73,5 +73,10 @@ def sample_subject(tenant: str, runtime: str) -> str:
     return f"openrl.sample.{tenant}.{runtime}"
 
 
+def cancel_subject(tenant: str, runtime: str) -> str:
+    """What a client no longer waits for: every sampler of the runtime hears it, nothing is stored."""
+    return query_subject("sampler", f"{tenant}.{runtime}.cancel")
+
+
 def query_subject(service: str, query: str) -> str:
     return f"openrl.q.{service}.{query}"

@@ -180,6 +180,12 @@ class SampleRequest(Wire, frozen=True, kw_only=True):
     exact: int | None = None
 
 
+class CancelSample(Wire, frozen=True, kw_only=True):
+    """Nobody waits for this SampleRequest any more (V10). Said once, to every sampler of the runtime."""
+
+    request: str
+
+
 class Sequence(Wire, frozen=True, kw_only=True):
     """One completion: ``tokens``, their ``logprobs`` and the weights ``versions`` that produced each; why it ended.
 
@@ -203,4 +209,5 @@ class SampleResult(Wire, frozen=True, kw_only=True):
 
 
 SAMPLE_DECODER: msgspec.json.Decoder[SampleRequest] = msgspec.json.Decoder(SampleRequest)
+CANCEL_DECODER: msgspec.json.Decoder[CancelSample] = msgspec.json.Decoder(CancelSample)
 SAMPLE_RESULT_DECODER: msgspec.json.Decoder[SampleResult] = msgspec.json.Decoder(SampleResult)

@@ -7,6 +7,7 @@ from functools import partial
 import click
 
 from openrl_common import settings
+from openrl_common.prefetch import PREFETCH
 from openrl_common.worker import WORKER_SETTINGS, run_worker
 from openrl_sampler.service import SamplerSettings, serve
 
@@ -85,6 +86,15 @@ SAMPLER_SETTINGS = (
         help="vLLM: directory of this node that compiled code is written to; the same path on every node."
         " Default: a temporary one beside a shared directory, else <home>/cache/vllm.",
     ),
+    settings.setting(
+        "--engine-stuck-after",
+        name="engine_stuck_after_s",
+        type=settings.SECONDS,
+        default="5m",
+        help="An engine that takes longer over one step is dead: its requests go elsewhere, the process ends."
+        " 0 = never.",
+    ),
+    PREFETCH,
 )
 
 

@@ -1,7 +1,7 @@
 """The waiting line of one sampler (V10): bounded, first come first served, a wait for a version blocks nobody else.
 
-Pure: time and what is served come in as arguments. A request leaves the line exactly once: started, or refused with
-a typed error (``version-not-served``, ``deadline``). ``busy`` is raised at the door when the line is full.
+Pure: time and what is served come in as arguments. A request leaves the line exactly once: started, removed, or refused
+with a typed error (``version-not-served``, ``deadline``). ``busy`` is raised at the door when the line is full.
 Not here: generation, answers, redelivery.
 """
 
@@ -68,6 +68,13 @@ class WaitingLine:
         if len(self._line) >= self._bound:
             raise Rejected(f"{len(self._line)} requests already wait, the bound is {self._bound}: retry", code="busy")
         self._line.append(waiter)
+
+    def remove(self, key: str) -> bool:
+        """Leave the line unanswered; whether it was in it."""
+        left = [waiter for waiter in self._line if waiter.key != key]
+        found = len(left) < len(self._line)
+        self._line = left
+        return found
 
     def take(
         self,

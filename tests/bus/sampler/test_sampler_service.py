@@ -20,7 +20,7 @@ from sampler_support import save_full_version, save_lora_version, save_model
 from openrl_common import streams
 from openrl_common.bus import Bus
 from openrl_common.events import WeightsApplied, WeightsRejected
-from openrl_common.names import SHARED, sample_subject, workload_id
+from openrl_common.names import SHARED, cancel_subject, sample_subject, workload_id
 from openrl_common.nats_server import NatsServer
 from openrl_common.records import (
     JobKind,
@@ -35,9 +35,17 @@ from openrl_common.records import (
     WorkloadPhase,
     WorkloadRecord,
 )
-from openrl_common.wire import SAMPLE_RESULT_DECODER, SampleRequest, SampleResult, SamplingParams
+from openrl_common.wire import (
+    SAMPLE_RESULT_DECODER,
+    CancelSample,
+    ErrorInfo,
+    SampleRequest,
+    SampleResult,
+    SamplingParams,
+)
 
 DEADLINE_S = 60.0
+STUCK = Path(__file__).parents[2] / "stuck_sampler.py"
 pytestmark = pytest.mark.timeout(180)
 
 
@@ -88,7 +96,9 @@ class World:
     async def weights(self, record: WeightsRecord) -> None:
         await self.bus.store.weights.put(f"{record.tenant}.{record.job}", record)
 
-    async def start(self, workload: str, assignment: str, *arguments: str) -> subprocess.Popen[bytes]:
+    async def start(
+        self, workload: str, assignment: str, *arguments: str, program: tuple[str, ...] = ("-m", "openrl_sampler")
+    ) -> subprocess.Popen[bytes]:
         await self.bus.store.leases.write(assignment, LeaseRecord(state=LeaseState.STARTING), last=0)
         environment = os.environ | {
             "OPEN_RL_NATS_URL": self.url, "OPEN_RL_HOME": str(self.home), "OPEN_RL_WORKLOAD": workload,
@@ -97,7 +107,7 @@ class World:
         }  # fmt: skip
         with (self.home / f"{assignment}.log").open("wb") as log:
             process = subprocess.Popen(  # noqa: ASYNC220 (returns at once)
-                [sys.executable, "-m", "openrl_sampler", *arguments], env=environment, stdout=log, stderr=log
+                [sys.executable, *program, *arguments], env=environment, stdout=log, stderr=log
             )
         self.processes.append(process)
         return process
@@ -110,8 +120,10 @@ class World:
                     return entry.value
                 await asyncio.sleep(0.05)
 
-    async def send(self, *, job: str = "j", timeout_s: float = 30.0, body: bytes = b"", **fields: Any) -> str:
-        name = uuid.uuid4().hex
+    async def send(
+        self, *, name: str = "", job: str = "j", timeout_s: float = 30.0, body: bytes = b"", **fields: Any
+    ) -> str:
+        name = name or uuid.uuid4().hex
         request = SampleRequest(
             **{
                 "request": name, "tenant": "t", "job": job, "incarnation": 1, "prompts": [[5, 9, 13], [7, 8]],
@@ -128,6 +140,9 @@ class World:
     async def answer(self, name: str) -> SampleResult:
         async with asyncio.timeout(DEADLINE_S):
             return await self.answers[name]
+
+    async def cancel(self, name: str) -> None:
+        await self.bus.send(cancel_subject(*self.runtime), msgspec.json.encode(CancelSample(request=name)))
 
     async def sample(self, **fields: Any) -> SampleResult:
         return await self.answer(await self.send(**fields))
@@ -176,11 +191,13 @@ def versions(result: SampleResult) -> set[int]:
 
 
 async def test_v5_full_job_is_served_from_base_to_new_weights_and_a_bad_version_changes_nothing(world: World) -> None:
-    """V3, V5, V8, V10: cold base, ready record with phases, update, rejection with its reason, recovery by the next."""
+    """V3, V5, V8, V10, R1: cold base, ready record with phases, update, rejection with its reason, recovery."""
     workload = await world.workload(JobKind.FFT, ("t.j",))
     await world.start(workload, "a1")
     record = await world.ready("a1")
-    assert [phase.name for phase in record.phases] == ["start", "imports", "load", "engine", "weights"]
+    names = [phase.name for phase in record.phases]
+    assert (names[0], set(names[1:3]), names[3:]) == ("start", {"prefetch", "imports"}, ["load", "engine", "weights"])
+    assert record.detail.pop("prefetch").startswith("not prefetched: ")  # R1: on a disk that is no network's
     assert record.detail == {
         "engine": "torch", "can_park": "true", "max_model_len": "64", "weights_formats": "full,delta",
     }  # fmt: skip
@@ -242,6 +259,30 @@ async def test_v10_every_bad_request_gets_its_own_code_and_harms_nobody(world: W
     assert len(world.answered) == len(set(world.answered))
 
 
+async def test_v10_a_cancelled_request_leaves_the_line_or_the_engine_and_harms_nobody(world: World) -> None:
+    """V10: one that waits for a version, one that runs, one whose cancellation came first; all are answered, acked."""
+    workload = await world.workload(JobKind.FFT, ("t.j",))
+    await world.start(workload, "a1", "--max-waiting-requests", "2")
+    await world.ready("a1")
+    waiting = [await world.send(at_least=5, timeout_s=60.0) for _ in range(2)]
+    assert await world.error(at_least=5) == "busy", "the line is full"
+    for name in waiting:
+        await world.cancel(name)
+        assert (await world.answer(name)).error == ErrorInfo(code="cancelled", message="cancelled by its client")
+    running = await world.send(params=SamplingParams(n=512, max_tokens=60, stop_token_ids=[]), timeout_s=60.0)
+    beside = await world.send()
+    await asyncio.sleep(0.3)
+    assert not world.answers[running].done(), "it takes longer than this"
+    await world.cancel(running)
+    assert (await world.answer(running)).error is not None
+    assert versions(await world.answer(beside)) == {0}
+    await world.cancel("early")
+    assert await world.error(name="early") == "cancelled"
+    async with asyncio.timeout(5):
+        while await world.pending_messages():  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.05)
+
+
 async def test_v9_lora_jobs_come_and_go_each_with_its_own_adapter(world: World) -> None:
     """V9, V10: an adapter per job, version 0 is the base, an ended job is not served, a restart finds the newest."""
     workload = await world.workload(JobKind.LORA)
@@ -287,6 +328,48 @@ async def test_v11_a_killed_sampler_leaves_its_requests_to_the_next(world: World
     await world.weights(save_full_version(world.home, 1))
     await world.start(workload, "a2")
     assert versions(await world.answer(name)) == {1}
+
+
+async def test_v11_an_engine_that_hangs_is_left_with_its_process_and_its_requests_go_elsewhere_once(
+    world: World,
+) -> None:
+    """V11: the first engine that hangs gives its request back, the second answers it; who only waited goes on."""
+    workload = await world.workload(JobKind.FFT, ("t.j",))
+    program = (str(STUCK), str(world.home / "hang"))
+    first = await world.start(workload, "a1", "--engine-stuck-after", "1s", program=program)
+    await world.ready("a1")
+    assert versions(await world.sample()) == {0}
+    waits = await world.send(at_least=1, timeout_s=120.0)
+    (world.home / "hang").touch()
+    fatal = await world.send(timeout_s=120.0)
+    assert await _gone(first) == 1
+    log = (world.home / "a1.log").read_text()
+    assert "the engine has been at one step for" in log.splitlines()[-1]
+    assert "stuck_sampler.py" in log, "the log says where it hangs"
+    assert not world.answers[fatal].done()
+    second = await world.start(workload, "a2", "--engine-stuck-after", "1s", program=program)
+    await world.ready("a2")
+    error = (await world.answer(fatal)).error
+    assert error is not None
+    assert (error.code, "given up the second time" in error.message) == ("engine-failed", True)
+    assert await _gone(second) == 1
+    (world.home / "hang").unlink()
+    await world.weights(save_full_version(world.home, 1))
+    await world.start(workload, "a3")
+    await world.ready("a3")
+    assert versions(await world.answer(waits)) == {1}
+    assert len(world.answered) == len(set(world.answered))
+
+
+async def test_v11_an_engine_that_breaks_gives_its_requests_to_the_next(world: World) -> None:
+    workload = await world.workload(JobKind.FFT, ("t.j",))
+    first = await world.start(workload, "a1", program=(str(STUCK), str(world.home / "hang"), "--break"))
+    await world.ready("a1")
+    (world.home / "hang").touch()
+    name = await world.send(timeout_s=120.0)
+    assert await _gone(first) == 1
+    await world.start(workload, "a2")
+    assert versions(await world.answer(name)) == {0}
 
 
 async def test_e17_sigterm_finishes_what_runs_gives_back_the_rest_and_exits_0(world: World) -> None:

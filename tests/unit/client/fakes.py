@@ -32,6 +32,7 @@ class FakeBus:
     def __init__(self) -> None:
         self.store = FakeStore()
         self.published: list[tuple[str, bytes, str]] = []
+        self.sent: list[tuple[str, bytes]] = []
         self.payloads: dict[str, bytes] = {}
         self.inboxes: dict[str, Callback] = {}
         self.failures_left = 0
@@ -70,6 +71,9 @@ class FakeBus:
         if self.on_publish is not None:
             await self.on_publish(subject, body)
         return len(self.published)
+
+    async def send(self, subject: str, body: bytes) -> None:
+        self.sent.append((subject, body))
 
     async def last(self, *, stream: str, subject: str) -> StoredMessage | None:
         if not self.published:

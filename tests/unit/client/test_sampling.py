@@ -11,7 +11,7 @@ import pytest
 from openrl_client.errors import JobEndedError, Rejected, TimedOut
 from openrl_client.sampling import SampleClient
 from openrl_common.records import JobKind, JobPhase, JobRecord, JobSpec
-from openrl_common.wire import SAMPLE_DECODER, ErrorInfo, SampleResult, SamplingParams, Sequence
+from openrl_common.wire import CANCEL_DECODER, SAMPLE_DECODER, ErrorInfo, SampleResult, SamplingParams, Sequence
 from unit.client.fakes import FakeBus
 
 RECORD = JobRecord(
@@ -98,3 +98,20 @@ async def test_no_answer_of_an_ended_job_says_how_it_ended(samples: SampleClient
 
     with pytest.raises(JobEndedError):
         await samples.sample(RECORD, [[1]], SamplingParams(), timeout_s=0.01, ended=ended)
+
+
+async def test_a_cancelled_call_takes_its_request_back(bus: FakeBus, samples: SampleClient) -> None:
+    call = asyncio.create_task(samples.sample(RECORD, [[1]], SamplingParams(), timeout_s=60, ended=running))
+    await bus.wait_published(1)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    ((subject, body),) = bus.sent
+    assert subject == "openrl.q.sampler._shared.lora-m-1.cancel"
+    assert CANCEL_DECODER.decode(body).request == bus.published[0][2]
+
+
+async def test_an_answered_call_takes_nothing_back(bus: FakeBus, samples: SampleClient) -> None:
+    answering(bus, SampleResult(request="", sequences=DONE))
+    await samples.sample(RECORD, [[1]], SamplingParams(), timeout_s=5, ended=running)
+    assert bus.sent == []

@@ -99,3 +99,13 @@ def test_e17_a_drained_line_is_empty() -> None:
     assert [waiter.key for waiter in line.drain()] == ["a"]
     assert len(line) == 0
     assert line.wake_at() is None
+
+
+def test_v10_who_is_taken_back_leaves_the_line_and_makes_room() -> None:
+    line = WaitingLine(2)
+    line.offer(_waiter("a", at_least=2))
+    line.offer(_waiter("b"))
+    assert line.remove("a")
+    assert not line.remove("a")
+    line.offer(_waiter("c"))
+    assert _keys(_take(line, newest=2)) == ["b", "c"]
