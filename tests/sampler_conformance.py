@@ -214,6 +214,21 @@ def test_v10_an_aborted_call_leaves_and_the_others_go_on_unchanged(new_engine: C
     assert engine.num_sequences == 0
 
 
+def test_v10_a_call_can_be_aborted_before_it_started(new_engine: Callable[..., Any]) -> None:
+    """V10: cancelled while it waits for room, all of it or the rest; what runs goes on unchanged."""
+    engine = new_engine(max_num_seqs=4)
+    asked = {"n": 4, "max_tokens": 12, "seed": 3}
+    alone = tokens_of(run(engine, PROMPTS[:1], **asked))
+    engine.add(call(PROMPTS[:1], request="stays", **asked))
+    engine.add(call(PROMPTS, request="leaves", **asked))
+    engine.step()
+    engine.abort("leaves")
+    assert engine.num_sequences <= 4
+    assert tokens_of(finish(engine, request="stays")) == alone
+    assert engine.num_sequences == 0
+    assert tokens_of(run(engine, PROMPTS[:1], **asked)) == alone
+
+
 def test_v10_more_sequences_than_run_at_once_all_come_back(new_engine: Callable[..., Any]) -> None:
     engine = new_engine(max_num_seqs=4)
     engine.add(call(PROMPTS, n=5, max_tokens=6))
@@ -471,6 +486,23 @@ def test_v9_adapters_of_several_jobs_do_not_touch_each_other(
     assert engine.version("t.a.1") == 0
     assert tokens_of(run(engine, PROMPTS, n=2, max_tokens=8, seed=7, job="t.a.1")) == base
     assert tokens_of(run(engine, PROMPTS, n=2, max_tokens=8, seed=7, job="t.b.1")) == alone["t.b.1"]
+
+
+def test_v9_a_job_without_an_adapter_is_the_base_beside_any_number_of_adapters(
+    new_engine: Callable[..., Any], save_lora: Callable[..., Any]
+) -> None:
+    """V9: with every adapter slot taken, too, a call on the base gets nothing of anybody's adapter."""
+    engine = new_engine(kind=JobKind.LORA, max_adapters=2)
+    asked = {"n": 2, "max_tokens": 8, "prompt_logprobs": True}
+    base = run(engine, PROMPTS, **asked)
+    for record in (save_lora(1, job="a"), save_lora(1, job="b")):
+        apply(engine, record)
+    for key in ("t.a.1", "t.c.1", "t.b.1"):
+        engine.add(call(PROMPTS, request=key, job=key, **asked))
+    beside = finish(engine, request="t.c.1")
+    assert tokens_of(beside) == tokens_of(base)
+    for scores, alone in zip(beside.prompt_logprobs or [], base.prompt_logprobs or [], strict=True):
+        assert scores == pytest.approx(alone, abs=1e-4)
 
 
 def test_v9_running_calls_keep_their_adapter_over_an_update(

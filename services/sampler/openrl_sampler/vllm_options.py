@@ -26,6 +26,7 @@ from openrl_sampler.memory_share import ModelSizes, capture_sizes
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Maximum ranks that vLLM knows."""
+CPU_BLOCK_TOKENS = 32
 EXTENSION = "openrl_sampler.vllm_worker.WorkerExtension"
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -126,6 +127,8 @@ def engine_arguments(options: VllmOptions, checkpoint: Checkpoint, *, on_cpu: bo
         "worker_extension_cls": EXTENSION,
         "enable_sleep_mode": not on_cpu,
     }
+    if on_cpu:  # vLLM's own are 128 there: samples of a prompt share whole blocks, and prompts are often shorter
+        arguments["block_size"] = CPU_BLOCK_TOKENS
     if options.num_devices > 1:
         arguments["distributed_executor_backend"] = "mp"
     if options.max_model_len:

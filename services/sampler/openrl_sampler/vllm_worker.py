@@ -6,9 +6,7 @@
                        that broke off leaves a mix, which the engine must not serve.
 - ``openrl_digests``   what the parameters hold, to compare with a fresh load.
 
-Importing this module on a CPU keeps linear weights as they are loaded: vLLM's CPU kernels would pack them into copies
-that no update could reach (and leave a tied head stale); plain ``torch.nn.functional.linear`` uses the parameters
-themselves.
+Importing this module on a CPU replaces some of vLLM's CPU kernels (``vllm_cpu``).
 
 Run with vllm-cpu 0.32; never on a GPU.
 """
@@ -21,7 +19,6 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
-import vllm.model_executor.layers.utils as layer_utils
 from torch import Tensor
 from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
@@ -32,13 +29,10 @@ from openrl_sampler.streamed import NotStreamable, Plan, make_plan, write
 from openrl_sampler.torch_weights import Meter
 from openrl_sampler.weights_layers import Layer, TensorShape
 
-
-def _keep_plain(layer: Any, remove_weight: bool) -> None:
-    layer.cpu_linear = torch.nn.functional.linear
-
-
 if current_platform.is_cpu():
-    layer_utils.dispatch_cpu_unquantized_gemm = _keep_plain
+    from openrl_sampler import vllm_cpu
+
+    vllm_cpu.install()
 
 
 class TemperedSampler(Sampler):
