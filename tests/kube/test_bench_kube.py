@@ -13,7 +13,7 @@ from openrl_client.bench.control_plane import missing_assets
 
 FIGURES = {
     "nodes", "workers", "joined", "placed_per_s", "api_requests_per_worker", "launcher_rss_bytes",
-    "baseline_pods_per_s", "ratio", "machine", "store", "cpu_s",
+    "baseline_pods_per_s", "ratio", "cpu_ms_per_worker", "cpu_ratio", "machine", "store",
 }  # fmt: skip
 
 
@@ -36,4 +36,5 @@ def test_K11_bench_kube_says_every_figure_and_stays_under_eight_requests_a_worke
     requests = sum(report["api_requests"].values())
     assert requests > 0
     assert report["api_requests_per_worker"] < 8
+    assert report["cpu_ms_per_worker"].keys() == {"plain", "founders", "joiners"}
     assert not list(tmp_path.iterdir()), "the store is removed afterwards"

@@ -17,7 +17,7 @@ import tempfile
 import time
 import urllib.request
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ import psutil
 
 from openrl_client.bench.control_plane import ControlPlane, device_class, missing_assets
 from openrl_client.bench.figures import cpu_seconds, machine_busy_s
-from openrl_client.bench.kube_load import PlayedProcesses, Pods, connected, node_objects, plain_pods
+from openrl_client.bench.kube_load import PlayedProcesses, Pods, connected, make_nodes, plain_pods
 from openrl_client.bench.machine import Machine, StorePlace, describe, store_place
 from openrl_client.bench.seats import MODEL_CONFIG
 from openrl_client.errors import Rejected, TimedOut
@@ -50,6 +50,13 @@ _BASE = Path(__file__).resolve().parents[3] / "deploy" / "base"
 _SEEN_S = 120.0
 _SETTLE_S = 3.0
 _SUBMIT_AT_ONCE = 32
+_TICK_S = 10.0
+_SENT = "openrl_launcher_api_requests "
+_ARGUMENTS = {
+    # the heartbeats of a thousand kubelets are no part of what is compared, and fall due by time, not by pod
+    "kwok": ["--node-lease-duration-seconds=7200"],
+    "kube-controller-manager": ["--node-monitor-grace-period=4h"],
+}
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,8 @@ class KubeReport(msgspec.Struct, frozen=True, kw_only=True):
         ready_per_s: until their processes have said ready and placement has heard it.
         api_requests_per_worker: the launcher's, mirror writes included, each watch counted once.
         baseline_pods_per_s: plain pods, created → running. ``ratio``: placed_per_s over it.
+        cpu_ms_per_worker: by part (plain, founders, joiners) and process; ``cpu_ratio``: plain over both halves' mean,
+            all processes together. It holds on a machine that others keep busy, where rates do not.
         other_cores: cores that processes outside this benchmark kept busy meanwhile.
     """
 
@@ -97,17 +106,47 @@ class KubeReport(msgspec.Struct, frozen=True, kw_only=True):
     launcher_rss_bytes: int
     baseline_pods_per_s: float
     ratio: float
-    cpu_s: dict[str, float]
-    baseline_cpu_s: dict[str, float]
+    cpu_ms_per_worker: dict[str, dict[str, float]]
+    cpu_ratio: float
     other_cores: float
     store: StorePlace
     machine: Machine
 
 
 @dataclass(frozen=True)
-class _Wave:
+class _Part:
+    """How ``count`` pods came: seconds until they ran and until they were ready, CPU milliseconds each by process."""
+
+    count: int
     placed_s: float
     ready_s: float
+    cpu_ms: dict[str, float]
+
+
+class _Cpu:
+    """CPU time of processes since it was made."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._pids = pids
+        self._before = self._now()
+
+    def _now(self) -> dict[str, float]:
+        return {name: cpu_seconds(pid) for name, pid in self._pids.items()}
+
+    def ms_each(self, count: int) -> dict[str, float]:
+        now = self._now()
+        return {name: round((now[name] - before) * 1000 / count, 2) for name, before in self._before.items()}
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """Where all of it runs."""
+
+    plane: ControlPlane
+    api: Any
+    plan: Plan
+    scratch: Path
+    say: Progress
 
 
 async def measure(plan: Plan, *, progress: Progress) -> KubeReport:
@@ -120,19 +159,25 @@ async def measure(plan: Plan, *, progress: Progress) -> KubeReport:
     place = store_place(plan.store)
     parent = Path(place.path)
     parent.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+
+    def say(line: str) -> None:
+        progress(f"[{time.monotonic() - began:5.0f} s] {line}")
+
     with tempfile.TemporaryDirectory(prefix="openrl-bench-", dir=parent) as scratch:
-        arguments = {"kwok": ["--node-lease-duration-seconds=120"]}
-        async with _control_plane(Path(scratch) / "control-plane", arguments) as plane:
-            await asyncio.to_thread(_install, plane, plan)
-            progress(f"control plane: {plan.num_nodes} nodes of {DEVICES_PER_NODE} devices")
+        async with _control_plane(Path(scratch) / "control-plane") as plane:
+            await asyncio.to_thread(_install, plane)
             async with connected(plane.admin_kubeconfig) as api:
-                baseline_per_s, baseline_cpu = await _baseline(plane, api, plan, progress)
-                return await _openrl(plane, api, plan, Path(scratch), place, baseline_per_s, baseline_cpu, progress)
+                setting = _Setting(plane, api, plan, Path(scratch), say)
+                say(f"control plane up; making {plan.num_nodes} nodes of {DEVICES_PER_NODE} devices")
+                await _make_nodes(plane, api, plan)
+                baseline = await _baseline(setting)
+                return await _openrl(setting, place, baseline)
 
 
 @contextlib.asynccontextmanager
-async def _control_plane(directory: Path, arguments: dict[str, list[str]]) -> AsyncIterator[ControlPlane]:
-    plane = ControlPlane(directory, arguments=arguments)
+async def _control_plane(directory: Path) -> AsyncIterator[ControlPlane]:
+    plane = ControlPlane(directory, arguments=_ARGUMENTS)
     try:
         await asyncio.to_thread(plane.start)
         yield plane
@@ -140,7 +185,7 @@ async def _control_plane(directory: Path, arguments: dict[str, list[str]]) -> As
         plane.stop()
 
 
-def _install(plane: ControlPlane, plan: Plan) -> None:
+def _install(plane: ControlPlane) -> None:
     for name in ("namespace", "crds", "rbac"):
         plane.kubectl("apply", "--server-side", "-f", str(_BASE / f"{name}.yaml"))
     size = {"storage": "1Gi"}
@@ -161,32 +206,54 @@ def _install(plane: ControlPlane, plan: Plan) -> None:
             },
         },
     )  # fmt: skip
-    nodes = node_objects(
-        plan.num_nodes, driver=DRIVER, devices=DEVICES_PER_NODE, device_bytes=DEVICE_BYTES, host_bytes=HOST_BYTES
+
+
+async def _make_nodes(plane: ControlPlane, api: Any, plan: Plan) -> None:
+    await make_nodes(
+        api, plan.num_nodes, driver=DRIVER, devices=DEVICES_PER_NODE, device_bytes=DEVICE_BYTES, host_bytes=HOST_BYTES
     )
-    plane.kubectl("apply", "--server-side", "-f", "-", stdin=nodes)
-    plane.kubectl("wait", "nodes", "--all", "--for=condition=Ready", "--timeout=120s")
+    await asyncio.to_thread(plane.kubectl, "wait", "nodes", "--all", "--for=condition=Ready", "--timeout=120s")
 
 
-async def _baseline(plane: ControlPlane, api: Any, plan: Plan, progress: Progress) -> tuple[float, dict[str, float]]:
-    pods = Pods(api, "default")
+async def _baseline(setting: _Setting) -> _Part:
+    plane, count = setting.plane, setting.plan.num_workers
+    pods = Pods(setting.api, "default")
     following = asyncio.create_task(pods.follow())
-    before = {name: cpu_seconds(pid) for name, pid in plane.pids.items()}
+    cpu = _Cpu(plane.pids)
+    setting.say(f"baseline: {count} plain pods")
     try:
-        seconds = await _beside(
-            following, plain_pods(api, pods, count=plan.num_workers, at_once=32, device_class=DRIVER)
-        )
-        cpu = {name: round(cpu_seconds(pid) - before[name], 2) for name, pid in plane.pids.items()}
-        progress(f"baseline: {plan.num_workers / seconds:.1f} plain pods/s")
+        async with _told(setting.say, "baseline", pods, count):
+            seconds = await _beside(
+                following, plain_pods(setting.api, pods, count=count, at_once=32, device_class=DRIVER)
+            )
+        part = _Part(count, seconds, seconds, cpu.ms_each(count))
+        setting.say(f"baseline: {count / seconds:.1f} plain pods/s; deleting them")
         await asyncio.to_thread(plane.kubectl, "delete", "pods", "-n", "default", "--all", "--wait=false")
         await _beside(following, pods.until_gone())
         await asyncio.to_thread(
-            plane.kubectl, "wait", "resourceclaims", "-n", "default", "--all", "--for=delete", "--timeout=120s"
+            plane.kubectl, "wait", "resourceclaims", "-n", "default", "--all", "--for=delete", "--timeout=170s"
         )
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
-    return plan.num_workers / seconds, cpu
+    return part
+
+
+@contextlib.asynccontextmanager
+async def _told(say: Progress, name: str, pods: Pods, wanted: int) -> AsyncIterator[None]:
+    """Say now and then how far it is."""
+    before = len(pods.running)
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            say(f"{name}: {len(pods.running) - before} of {wanted} run")
+
+    telling = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        telling.cancel()
 
 
 async def _beside(background: asyncio.Task[None], work: Coroutine[Any, Any, T]) -> T:
@@ -200,20 +267,8 @@ async def _beside(background: asyncio.Task[None], work: Coroutine[Any, Any, T]) 
     return task.result()
 
 
-async def _openrl(
-    plane: ControlPlane,
-    api: Any,
-    plan: Plan,
-    scratch: Path,
-    place: StorePlace,
-    baseline_per_s: float,
-    baseline_cpu: dict[str, float],
-    progress: Progress,
-) -> KubeReport:
-    kubeconfig = await asyncio.to_thread(plane.kubeconfig_of, "openrl", "openrl-launcher")
-    home, model = scratch / "home", scratch / "model"
-    model.mkdir()
-    (model / "config.json").write_bytes(msgspec.json.encode(MODEL_CONFIG))
+async def _openrl(setting: _Setting, place: StorePlace, baseline: _Part) -> KubeReport:
+    kubeconfig = await asyncio.to_thread(setting.plane.kubeconfig_of, "openrl", "openrl-launcher")
     environment = {
         "OPEN_RL_MAX_SEATS_PER_CLAIM": str(SEAT_LIMIT),
         "OPEN_RL_PLACEMENT_TIMEOUT": "0",
@@ -226,59 +281,71 @@ async def _openrl(
         "OPEN_RL_DEVICE_CLASS": DRIVER,
         "OPEN_RL_LOG_LEVEL": "warning",
     }
-    async with LocalSystem(home, environment=environment) as system:
+    async with LocalSystem(setting.scratch / "home", environment=environment) as system:
         bus = await Bus.connect(system.nats_url, name="openrl-bench")
-        pods = Pods(api, "openrl")
-        processes = PlayedProcesses(bus, pods)
-        background = asyncio.create_task(_together(pods.follow(), processes.play()))
         try:
-            await _fleet_is_seen(bus, plan.num_nodes)
-            pids = {**plane.pids, **system.pids, "bench": os.getpid()}
-            before, busy_s, began = {n: cpu_seconds(p) for n, p in pids.items()}, machine_busy_s(), time.monotonic()
-            sent_before = _metric(system.health_ports["launcher"], "openrl_launcher_api_requests ")
-            half = plan.num_workers // 4
-            waves = []
-            for name, first in (("founders", 0), ("joiners", half)):
-                waves.append(await _wave(bus, model, pods, processes, background, first, half))
-                progress(f"{name}: {half * 2 / waves[-1].placed_s:.1f} pods/s")
-            seconds = time.monotonic() - began
-            cpu = {name: round(cpu_seconds(pid) - before[name], 2) for name, pid in pids.items()}
-            others_s = machine_busy_s() - busy_s - sum(cpu.values())
-            sent = await _settled(system.health_ports["launcher"]) - sent_before
-            by_kind = _requests(system.health_ports["launcher"])
-            rss = psutil.Process(system.pids["launcher"]).memory_info().rss
-            claims = [
-                entry.value
-                for entry in (await bus.store.ledger_claims.list()).values()
-                if entry.value.state is ClaimState.ALLOCATED
-            ]
+            await _fleet_is_seen(bus, setting.plan.num_nodes)
+            parts, other_cores, sent = await _waves(setting, system, bus)
+            claims = [entry.value for entry in (await bus.store.ledger_claims.list()).values()]
         finally:
-            background.cancel()
-            await asyncio.gather(background, return_exceptions=True)
             await bus.close()
+        by_kind = _requests(system.health_ports["launcher"])
+        rss = psutil.Process(system.pids["launcher"]).memory_info().rss
         restarts = sum(system.restarts.values())
     if restarts:
         raise Rejected(f"a service ended {restarts} times while it was measured: the figures mean nothing")
-    placed_per_s = plan.num_workers / sum(wave.placed_s for wave in waves)
+    founders, joiners = parts
+    count, baseline_per_s = setting.plan.num_workers, baseline.count / baseline.placed_s
+    placed_per_s = count / (founders.placed_s + joiners.placed_s)
+    ours_ms = (sum(founders.cpu_ms.values()) + sum(joiners.cpu_ms.values())) / 2
     return KubeReport(
-        nodes=plan.num_nodes,
-        workers=plan.num_workers,
-        joined=sum(len(claim.entries) - 1 for claim in claims),
+        nodes=setting.plan.num_nodes,
+        workers=count,
+        joined=sum(len(claim.entries) - 1 for claim in claims if claim.state is ClaimState.ALLOCATED),
         placed_per_s=round(placed_per_s, 1),
-        founders_per_s=round(half * 2 / waves[0].placed_s, 1),
-        joiners_per_s=round(half * 2 / waves[1].placed_s, 1),
-        ready_per_s=round(plan.num_workers / sum(wave.ready_s for wave in waves), 1),
-        api_requests_per_worker=round(sent / plan.num_workers, 2),
+        founders_per_s=round(founders.count / founders.placed_s, 1),
+        joiners_per_s=round(joiners.count / joiners.placed_s, 1),
+        ready_per_s=round(count / (founders.ready_s + joiners.ready_s), 1),
+        api_requests_per_worker=round(sent / count, 2),
         api_requests=by_kind,
         launcher_rss_bytes=rss,
         baseline_pods_per_s=round(baseline_per_s, 1),
         ratio=round(placed_per_s / baseline_per_s, 2),
-        cpu_s=cpu,
-        baseline_cpu_s=baseline_cpu,
-        other_cores=round(max(0.0, others_s) / seconds, 2),
+        cpu_ms_per_worker={"plain": baseline.cpu_ms, "founders": founders.cpu_ms, "joiners": joiners.cpu_ms},
+        cpu_ratio=round(sum(baseline.cpu_ms.values()) / ours_ms, 2),
+        other_cores=other_cores,
         store=place,
         machine=describe(),
     )
+
+
+async def _waves(setting: _Setting, system: LocalSystem, bus: Bus) -> tuple[list[_Part], float, int]:
+    """Founders, then joiners; cores that others kept busy meanwhile; requests, the mirror's late ones too."""
+    model = setting.scratch / "model"
+    model.mkdir()
+    (model / "config.json").write_bytes(msgspec.json.encode(MODEL_CONFIG))
+    pods = Pods(setting.api, "openrl")
+    processes = PlayedProcesses(bus, pods)
+    background = asyncio.create_task(_together(pods.follow(), processes.play()))
+    port, half = system.health_ports["launcher"], setting.plan.num_workers // 4
+    sent_before = _metric(port, _SENT)
+    parts = []
+    try:
+        busy_s, began = machine_busy_s(), time.monotonic()
+        for name, first in (("founders", 0), ("joiners", half)):
+            setting.say(f"{name}: {half * 2} workers")
+            cpu = _Cpu({**setting.plane.pids, **system.pids, "bench": os.getpid()})
+            async with _told(setting.say, name, pods, half * 2):
+                placed_s, ready_s = await _wave(bus, model, pods, processes, background, first, half)
+            parts.append(_Part(half * 2, placed_s, ready_s, cpu.ms_each(half * 2)))
+            setting.say(f"{name}: {half * 2 / placed_s:.1f} pods/s")
+        own_s = sum(sum(part.cpu_ms.values()) * part.count for part in parts) / 1000
+        other_cores = max(0.0, machine_busy_s() - busy_s - own_s) / (time.monotonic() - began)
+        setting.say("waiting for the mirror's last writes")
+        return parts, round(other_cores, 2), await _settled(port) - sent_before
+    finally:
+        background.cancel()
+        await asyncio.gather(background, return_exceptions=True)
 
 
 async def _wave(
@@ -289,7 +356,7 @@ async def _wave(
     background: asyncio.Task[None],
     first: int,
     num_jobs: int,
-) -> _Wave:
+) -> tuple[float, float]:
     """Submit jobs of two workers; seconds until all their pods run, and until all are ready."""
     running, ready = len(pods.running) + 2 * num_jobs, len(processes.ready) + 2 * num_jobs
     gate = asyncio.Semaphore(_SUBMIT_AT_ONCE)
@@ -308,11 +375,8 @@ async def _wave(
             tasks.create_task(submit(index))
         await _beside(background, pods.until_running(running))
     placed_s = time.monotonic() - began
-    while len(processes.ready) < ready:
-        await asyncio.sleep(0.02)
-        if background.done():
-            background.result()
-    return _Wave(placed_s, time.monotonic() - began)
+    await _beside(background, processes.until_ready(ready))
+    return placed_s, time.monotonic() - began
 
 
 async def _together(*parts: Coroutine[Any, Any, None]) -> None:
@@ -333,7 +397,7 @@ async def _fleet_is_seen(bus: Bus, num_nodes: int) -> None:
 async def _settled(port: int) -> int:
     """Requests once no more are sent: the mirror's writes come later, and are counted."""
     sent = -1
-    while (now := await asyncio.to_thread(_metric, port, "openrl_launcher_api_requests ")) != sent:
+    while (now := await asyncio.to_thread(_metric, port, _SENT)) != sent:
         sent = now
         await asyncio.sleep(_SETTLE_S)
     return sent

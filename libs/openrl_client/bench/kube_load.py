@@ -8,7 +8,7 @@ on two thousand machines write them, not the machine that is measured.
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,13 +18,15 @@ from typing import Any
 import msgspec
 from kubernetes.aio import client, config
 
+from openrl_client.bench.control_plane import fake_node
 from openrl_client.errors import TimedOut
 from openrl_common.bus import Bus
 from openrl_common.errors import Conflict
 from openrl_common.records import LeaseRecord, LeaseState, ReadyRecord
+from openrl_common.store import Entry
 
 _STALLED_S = 120.0
-_GATE_LOOK_S = 0.05
+_AT_ONCE = 32
 
 
 class _Meta(msgspec.Struct, frozen=True):
@@ -118,6 +120,7 @@ async def _until(condition: Any, progress: Any) -> None:
 @asynccontextmanager
 async def connected(kubeconfig: Path) -> AsyncIterator[client.ApiClient]:
     configuration = client.Configuration()
+    configuration.client_session_kwargs = {"trust_env": False}
     await config.load_kube_config(config_file=str(kubeconfig), client_configuration=configuration)
     api = client.ApiClient(configuration)
     try:
@@ -128,7 +131,6 @@ async def connected(kubeconfig: Path) -> AsyncIterator[client.ApiClient]:
 
 async def plain_pods(api: client.ApiClient, pods: Pods, *, count: int, at_once: int, device_class: str) -> float:
     """``count`` pods, each with a claim made from one template; seconds until all run. They are deleted afterwards."""
-    core = client.CoreV1Api(api)
     template = {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceClaimTemplate",
@@ -156,8 +158,7 @@ async def plain_pods(api: client.ApiClient, pods: Pods, *, count: int, at_once: 
             }
         },
     }
-    custom = client.CustomObjectsApi(api)
-    await custom.create_namespaced_custom_object("resource.k8s.io", "v1", "default", "resourceclaimtemplates", template)
+    await _post(api, "/apis/resource.k8s.io/v1/namespaces/default/resourceclaimtemplates", template)
     gate = asyncio.Semaphore(at_once)
 
     async def make(index: int) -> None:
@@ -172,10 +173,7 @@ async def plain_pods(api: client.ApiClient, pods: Pods, *, count: int, at_once: 
             },
         }
         async with gate:
-            answer = await core.create_namespaced_pod_without_preload_content("default", pod)
-            if answer.status >= 300:
-                raise TimedOut(f"pod {index} was refused: {await answer.text()}")
-            await answer.read()
+            await _post(api, "/api/v1/namespaces/default/pods", pod)
 
     began = time.monotonic()
     async with asyncio.TaskGroup() as tasks:
@@ -186,47 +184,80 @@ async def plain_pods(api: client.ApiClient, pods: Pods, *, count: int, at_once: 
 
 
 class PlayedProcesses:
-    """Answers every pod that runs; ``ready`` are the workloads whose workers are."""
+    """Answers every pod that runs; ``ready`` are the workloads whose workers are.
+
+    All look at the leases through one live copy: two thousand that ask for theirs would be load that the measured
+    machine has to answer and to send.
+    """
 
     def __init__(self, bus: Bus, pods: Pods) -> None:
         self._store = bus.store
         self._pods = pods
+        self._leases: dict[str, Entry[LeaseRecord]] = {}
+        self._waiting: dict[str, asyncio.Event] = {}
         self.ready: set[str] = set()
 
     async def play(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                tasks.create_task(self._start(await self._pods.started.get()))
+        mirror = await self._store.leases.mirror(on_change=self._on_lease)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    tasks.create_task(self._start(await self._pods.started.get()))
+        finally:
+            await mirror.close()
+
+    async def until_ready(self, count: int) -> None:
+        await _until(lambda: len(self.ready) >= count, lambda: len(self.ready))
+
+    def _on_lease(self, assignment: str, entry: Entry[LeaseRecord] | None) -> None:
+        if entry is None:
+            self._leases.pop(assignment, None)
+            return
+        self._leases[assignment] = entry
+        if entry.value.state is not LeaseState.LIVE and assignment in self._waiting:
+            self._waiting.pop(assignment).set()
 
     async def _start(self, pod: _Pod) -> None:
         assignment = pod.metadata.labels["openrl.io/assignment"]
         workload = pod.metadata.annotations["openrl.io/workload"]
         while True:
-            lease = await self._store.leases.get(assignment)
+            lease = self._leases.get(assignment)
             if lease is not None and lease.value.state is LeaseState.TOMBSTONE:
                 return
             if lease is not None and lease.value.state is LeaseState.STARTING:
-                try:
+                with contextlib.suppress(Conflict):
                     record = LeaseRecord(state=LeaseState.LIVE, holder=pod.metadata.name)
                     await self._store.leases.write(assignment, record, last=lease.revision)
                     break
-                except Conflict:
-                    continue
-            await asyncio.sleep(_GATE_LOOK_S)
+            if self._leases.get(assignment) is lease:  # else it has changed while it was looked at
+                await self._waiting.setdefault(assignment, asyncio.Event()).wait()
         record_ready = ReadyRecord(assignment=assignment, workload=workload, ready=True, ready_at=time.time())
         await self._store.ready.put(assignment, record_ready)
         self.ready.add(workload)
 
 
-def node_objects(num_nodes: int, *, driver: str, devices: int, device_bytes: int, host_bytes: int) -> str:
-    """A List of fake nodes and their slices, as JSON for kubectl."""
-    from openrl_client.bench.control_plane import fake_node
+async def make_nodes(
+    api: client.ApiClient, num_nodes: int, *, driver: str, devices: int, device_bytes: int, host_bytes: int
+) -> None:
+    """Fake nodes and the slices of their devices; returns once all are ready. Raises TimedOut when one is refused."""
+    gate = asyncio.Semaphore(_AT_ONCE)
+    paths = {"Node": "/api/v1/nodes", "ResourceSlice": "/apis/resource.k8s.io/v1/resourceslices"}
 
-    items = [
-        each
-        for index in range(num_nodes)
-        for each in fake_node(
-            f"n{index:04d}", devices_bytes=[device_bytes] * devices, driver=driver, host_bytes=host_bytes
-        )
-    ]
-    return json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
+    async def make(index: int) -> None:
+        made = fake_node(f"n{index:04d}", devices_bytes=[device_bytes] * devices, driver=driver, host_bytes=host_bytes)
+        for each in made:
+            async with gate:
+                await _post(api, paths[str(each["kind"])], each)
+
+    async with asyncio.TaskGroup() as tasks:
+        for index in range(num_nodes):
+            tasks.create_task(make(index))
+
+
+async def _post(api: client.ApiClient, path: str, body: object) -> None:
+    headers = {"Content-Type": "application/json"}
+    await api.update_params_for_auth(headers, [], ["BearerToken"], path, "POST", body)
+    answer = await api.rest_client.request("POST", api.configuration.host + path, headers=headers, body=body)
+    data = await answer.read()
+    if answer.status >= 300:
+        raise TimedOut(f"POST {path} was refused: {data[:300].decode(errors='replace')}")

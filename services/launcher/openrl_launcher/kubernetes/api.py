@@ -2,7 +2,7 @@
 
 Credentials, TLS and token refresh are the client library's; bodies are plain objects, answers bytes for msgspec. Every
 request has a deadline. Errors are the project's: ``Transient`` may be tried again, the others say what stands there.
-``requests`` counts what was sent, by verb and resource.
+``requests`` counts what was sent, by verb and resource; ``under_way`` are those without an answer, no watches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import msgspec
@@ -70,6 +71,7 @@ class KubeApi:
         self._api = api
         self.namespace = namespace
         self.requests: Counter[str] = Counter()
+        self.under_way = 0
         self.count: Gauge | None = None
 
     @classmethod
@@ -77,6 +79,8 @@ class KubeApi:
         """Inside a pod its service account's token, else ``kubeconfig``. Raises Rejected, saying which is missing."""
         configuration = client.Configuration()
         configuration.connection_pool_maxsize = CONNECTIONS_MAX
+        # or aiohttp would look for proxies and for ~/.netrc before every request, the latter in a thread
+        configuration.client_session_kwargs = {"trust_env": False}
         try:
             if kubeconfig is not None:
                 await config.load_kube_config(config_file=str(kubeconfig), client_configuration=configuration)
@@ -85,6 +89,7 @@ class KubeApi:
         except (config.ConfigException, OSError) as error:
             where = f"kubeconfig {kubeconfig}" if kubeconfig is not None else "no --kubeconfig, and not inside a pod"
             raise Rejected(f"no Kubernetes cluster: {where} ({error})", code="no-cluster") from error
+        configuration.proxy = configuration.proxy or _environment_proxy(configuration.host)
         return cls(client.ApiClient(configuration), namespace)
 
     async def close(self) -> None:
@@ -106,15 +111,38 @@ class KubeApi:
             Absent, Exists, Expired, Forbidden, Refused: by the status. Transient: 429, 5xx. Unreachable: no answer.
         """
         self._count(method, path)
+        self.under_way += 1
         try:
             async with asyncio.timeout(deadline_s):
                 response = await self._send(method, path, query, body, content_type, deadline_s)
                 data = await response.read()
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"the Kubernetes API does not answer {method} {path}: {error!r}") from error
+        finally:
+            self.under_way -= 1
         if response.status < 300:
             return bytes(data)
         raise _error(response.status, f"{method} {path}", bytes(data))
+
+    async def ensure(self, collection: str, body: dict[str, Any]) -> bytes:
+        """The object of ``body``'s name, made; applied when it is there already (K3, K11). Raises as ``call``.
+
+        A plain create costs the API server a third less than server-side apply, which is what makes it repeatable.
+        """
+        try:
+            return await self.call("POST", collection, query={"fieldManager": MANAGER}, body=body)
+        except Exists:
+            return await self.apply(collection, body)
+
+    async def apply(self, collection: str, body: dict[str, Any]) -> bytes:
+        """Server-side apply of the whole object. Raises as ``call``."""
+        return await self.call(
+            "PATCH",
+            f"{collection}/{body['metadata']['name']}",
+            query={"fieldManager": MANAGER, "force": "true"},
+            body=body,
+            content_type=APPLY,
+        )
 
     async def stream(self, path: str, *, query: Mapping[str, str], silence_s: float) -> AsyncGenerator[bytes, None]:
         """Lines of a watch until the server ends it.
@@ -163,6 +191,14 @@ class KubeApi:
         self.requests[f"{method} {resource}"] += 1
         if self.count is not None:
             self.count.labels(f"{method} {resource}").set(self.requests[f"{method} {resource}"])
+
+
+def _environment_proxy(host: str) -> str | None:
+    """HTTPS_PROXY and NO_PROXY, as every client of Kubernetes heeds them."""
+    parts = urlsplit(host)
+    if proxy_bypass(parts.hostname or ""):
+        return None
+    return getproxies().get(parts.scheme)
 
 
 def _error(status: int, what: str, data: bytes) -> Exception:

@@ -21,7 +21,7 @@ from openrl_common.store import Entry
 from openrl_launcher.claims import Claims
 from openrl_launcher.core import Unschedulable
 from openrl_launcher.kubernetes import manifests
-from openrl_launcher.kubernetes.api import APPLY, MANAGER, Absent, Exists, KubeApi
+from openrl_launcher.kubernetes.api import Absent, Exists, KubeApi
 from openrl_launcher.kubernetes.objects import ResourceClaim
 from openrl_launcher.kubernetes.settings import KubernetesSettings
 
@@ -54,16 +54,8 @@ class ClusterClaims(Claims):
         self._mirror = await self._store.cuts.mirror(on_change=self._on_cut)
 
     async def request(self, claim: str, tiers: tuple[Tier, ...]) -> ResourceClaim:
-        """Apply the ResourceClaim. Raises Refused or Transient."""
-        return _CLAIM.decode(
-            await self._api.call(
-                "PATCH",
-                f"{self._path}/{claim}",
-                query={"fieldManager": MANAGER, "force": "true"},
-                body=manifests.resource_claim(claim, tiers, self._settings),
-                content_type=APPLY,
-            )
-        )
+        """Make the ResourceClaim, or apply it where it stands. Raises Refused or Transient."""
+        return _CLAIM.decode(await self._api.ensure(self._path, manifests.resource_claim(claim, tiers, self._settings)))
 
     async def delete(self, resource: ResourceClaim) -> None:
         if await self._store.ledger_claims.get(resource.metadata.name) is None:

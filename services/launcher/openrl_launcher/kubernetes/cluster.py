@@ -232,6 +232,8 @@ class ClusterLauncher:
                 self._entries[assignment] = (claim, listed)
                 self._dirty_workloads.add(listed.workload)
         self._mark_claim(claim)
+        if self._settings.mirror:
+            self.mirror.note_claim(claim, None if entry is None else entry.value)
 
     def _on_node(self, name: str, node: Node | None) -> None:
         self.inventory.set_node(name, node)
@@ -291,7 +293,7 @@ class ClusterLauncher:
             for claim in claims:
                 if claim in self._looking:
                     self._dirty_claims.add(claim)
-                else:
+                elif core.decide_claim(self._view(claim)):  # decided once more when it is this one's turn
                     self._looking.add(claim)
                     self._spawn(self._look_at_claim(claim))
             await asyncio.sleep(_GAP_S)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from decimal import Decimal, InvalidOperation
+from functools import lru_cache
 
 from openrl_common.records import Device, NodeRecord, Role, Tier
 from openrl_launcher.kubernetes.manifests import DEVICE_GIB, ENABLED, MANAGED
@@ -28,6 +29,7 @@ _SUFFIXES = {
 _REPELS = ("NoSchedule", "NoExecute")
 
 
+@lru_cache(maxsize=4096)
 def quantity_bytes(text: str) -> int:
     """A Kubernetes quantity in whole bytes, rounded down; 0 when it is none."""
     digits = text.rstrip("KMGTPEkmi")

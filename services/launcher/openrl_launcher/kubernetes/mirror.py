@@ -21,7 +21,7 @@ from openrl_common.errors import Rejected, Transient
 from openrl_common.names import short_workload
 from openrl_common.records import ClaimRecord, ClaimState, TurnRecord, WorkloadPhase, WorkloadRecord
 from openrl_common.store import Entry, Mirror
-from openrl_launcher.kubernetes.api import APPLY, MANAGER, Absent, KubeApi
+from openrl_launcher.kubernetes.api import Absent, KubeApi
 from openrl_launcher.kubernetes.manifests import MANAGED, SELECTOR
 from openrl_launcher.kubernetes.settings import KubernetesSettings
 
@@ -30,9 +30,10 @@ log = logging.getLogger(__name__)
 VERSION = "openrl.io/v1alpha1"
 DELAY_S = 1.0
 FULL_PASS_S = 60.0
-WRITES_PER_S = 20.0
-"""A burst of thousands of workers is shown a little later, and each of them in fewer writes: the API server has better
-things to do meanwhile."""
+WRITES_PER_S = 100.0
+BUSY_WRITES_PER_S = 10.0
+"""While workers are being placed. A burst of thousands is shown a little later, and each of them in fewer writes: the
+API server has better things to do meanwhile."""
 _WRITERS = 4
 _RETRY_S = 2.0
 _OVER = (WorkloadPhase.FINISHED, WorkloadPhase.FAILED)
@@ -73,7 +74,6 @@ class StatusMirror:
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         self._mirrors = [
             await self._store.workloads.mirror(on_change=self._follow("workloads", self._workloads)),
-            await self._store.ledger_claims.mirror(on_change=self._follow("claimledgers", self._claims)),
             await self._store.turns.mirror(on_change=self._follow("claimledgers", self._turns)),
         ]
         for _ in range(_WRITERS):
@@ -83,6 +83,14 @@ class StatusMirror:
     async def close(self) -> None:
         for mirror in self._mirrors:
             await mirror.close()
+
+    def note_claim(self, claim: str, record: ClaimRecord | None) -> None:
+        """From the launcher's live copy: a second one of the same bucket would be sent and decoded again."""
+        if record is None:
+            self._claims.pop(claim, None)
+        else:
+            self._claims[claim] = record
+        self._mark("claimledgers", claim, DELAY_S)
 
     def _follow(self, kind: str, records: dict[str, Any]) -> Callable[[str, Entry[Any] | None], None]:
         def on_change(key: str, entry: Entry[Any] | None) -> None:
@@ -133,7 +141,7 @@ class StatusMirror:
             key, due = next(((key, due) for key, due in self._due.items() if key not in self._busy), (None, now + 60.0))
             due = max(due, self._next_write_at)
             if key is not None and due <= now:
-                self._next_write_at = now + 1.0 / WRITES_PER_S
+                self._next_write_at = now + 1.0 / self._writes_per_s()
                 del self._due[key]
                 self._busy.add(key)
                 return key
@@ -141,13 +149,17 @@ class StatusMirror:
                 async with asyncio.timeout(due - now):
                     await self._changed.wait()
 
+    def _writes_per_s(self) -> float:
+        """Fast while none but the mirror's own requests are under way."""
+        return WRITES_PER_S if self._api.under_way <= len(self._busy) else BUSY_WRITES_PER_S
+
     async def _bring_up_to_date(self, kind: str, name: str) -> None:
         wanted = self._wanted(kind, name)
-        path = f"/apis/{VERSION}/namespaces/{self._namespace}/{kind}/{name}"
+        path = f"/apis/{VERSION}/namespaces/{self._namespace}/{kind}"
         if wanted is None:
             if self._written.pop((kind, name), None) is not None:
                 with contextlib.suppress(Absent):
-                    await self._api.call("DELETE", path)
+                    await self._api.call("DELETE", f"{path}/{name}")
             return
         if self._written.get((kind, name)) == wanted:
             return
@@ -157,9 +169,7 @@ class StatusMirror:
             "metadata": {"name": name, "namespace": self._namespace, "labels": MANAGED},
             "spec": wanted,
         }
-        await self._api.call(
-            "PATCH", path, query={"fieldManager": MANAGER, "force": "true"}, body=body, content_type=APPLY
-        )
+        await (self._api.apply if (kind, name) in self._written else self._api.ensure)(path, body)
         self._written[kind, name] = wanted
 
     async def _full_passes(self) -> None:

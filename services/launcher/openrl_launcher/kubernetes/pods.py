@@ -25,7 +25,7 @@ import msgspec
 from openrl_common.errors import Transient
 from openrl_launcher.backend import Inventory, Launch, Process
 from openrl_launcher.kubernetes import manifests
-from openrl_launcher.kubernetes.api import APPLY, MANAGER, Absent, Exists, KubeApi, Refused
+from openrl_launcher.kubernetes.api import Absent, Exists, KubeApi, Refused
 from openrl_launcher.kubernetes.manifests import ASSIGNMENT, CLAIM, MANAGED, WORKLOAD, PodPlan
 from openrl_launcher.kubernetes.objects import Pod
 from openrl_launcher.kubernetes.settings import KubernetesSettings
@@ -146,15 +146,7 @@ class PodBackend:
                 raise Transient(f"pod {self._name(pod)} has ended and is not gone yet")
             return pod
         made = manifests.pod(plan, self._settings, self.template)
-        pod = _POD.decode(
-            await self._api.call(
-                "PATCH",
-                f"{self._path}/{made['metadata']['name']}",
-                query={"fieldManager": MANAGER, "force": "true"},
-                body=made,
-                content_type=APPLY,
-            )
-        )
+        pod = _POD.decode(await self._api.ensure(self._path, made))
         if plan.assignment not in self._pods:
             self._unseen[plan.assignment] = time.monotonic()
             self._learn(plan.assignment, pod)
