@@ -2,8 +2,8 @@
 
 Invariants: a published event carries a deterministic id, so publishing it twice stores it once within the window, and
 handlers are idempotent beyond it (E6); a try that timed out is repeated under the same id until it is known to be
-stored (E7); the error class of a handler decides between ack, nak and dead letter in one place, ``_settle``;
-every await on the network has a deadline (E16). ``nats`` is imported only here and in ``store`` and ``pull``.
+stored (E7); every await on the network has a deadline (E16). What becomes of a delivered message is decided in
+``settlement``.
 """
 
 from __future__ import annotations
@@ -29,29 +29,28 @@ import nats.errors
 import nats.js.errors
 from nats.js import api
 
-from openrl_common import streams
+from openrl_common import streams, topology
 from openrl_common.connection import WRONG_LAST_SEQUENCE, Connection
-from openrl_common.errors import Bug, Conflict, OpenRLError, Poison, Rejected, Transient, Unreachable
-from openrl_common.events import EVENT_DECODER, AnyEvent, Event
+from openrl_common.consumer import DurableConsumer
+from openrl_common.errors import Conflict, OpenRLError, Rejected, Transient, Unreachable
+from openrl_common.events import Event
 from openrl_common.pull import JETSTREAM_FAULTS, NETWORK_ERRORS, Lost, Puller, heed_cancellation
+from openrl_common.settlement import Delivery, Handler, delivery_of
 from openrl_common.store import Store
-from openrl_common.telemetry import extract_context, inject_context, tracer
+from openrl_common.telemetry import inject_context
 from openrl_common.wire import PayloadRef
 
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
 
-    from openrl_common.connection import Received
+__all__ = ["Bus", "Delivery", "Handler", "StoredMessage"]
 
 log = logging.getLogger(__name__)
-_TRACER = tracer(__name__)
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 
 _TRY_S = 2.0
-_NAK_DELAYS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
-_TRANSIENT_DELIVERIES_MAX = 1_000
 _SERVE_CONCURRENCY = 32
 _TAIL_BATCH = 64
 _DRAIN_S = 5.0
@@ -63,53 +62,12 @@ _SUBJECT = re.compile(r"[!-)+-=?-~]{1,1024}")
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
-    """One message as a handler sees it. ``sequence`` is its place in the stream; ``deliveries`` counts from 1."""
-
-    subject: str
-    body: bytes
-    headers: dict[str, str]
-    sequence: int
-    deliveries: int
-    published_at: float
-    message: Received
-
-    def event(self) -> AnyEvent:
-        """Decode the body. Raises Poison when it is not an event of a known type."""
-        try:
-            return EVENT_DECODER.decode(self.body)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise Poison(f"message {self.sequence} on {self.subject} is not an event: {error}") from error
-
-    async def in_progress(self) -> None:
-        """Tell the server that the handler still works, so that the message is not delivered again."""
-        with contextlib.suppress(*NETWORK_ERRORS):
-            await self.message.in_progress()
-
-
-@dataclass(frozen=True, slots=True)
 class StoredMessage:
     """A message read from a stream, not delivered by a consumer."""
 
     subject: str
     body: bytes
     sequence: int
-
-
-Handler = Callable[[Delivery], Awaitable[None]]
-
-
-def _delivery(message: Received) -> Delivery:
-    delivered = message.delivered
-    return Delivery(
-        subject=message.subject,
-        body=message.data,
-        headers=message.headers,
-        sequence=delivered.sequence,
-        deliveries=delivered.deliveries,
-        published_at=delivered.stored_at,
-        message=message,
-    )
 
 
 class Bus:
@@ -215,70 +173,7 @@ class Bus:
         replicas: int,
     ) -> None:
         """Create or update streams, buckets and the payload store; see ``streams.ensure``."""
-        for config in stream_configs:
-            await self._ensure_stream(
-                api.StreamConfig(
-                    name=config.name,
-                    subjects=list(config.subjects),
-                    retention=api.RetentionPolicy.WORK_QUEUE if config.work_queue else api.RetentionPolicy.LIMITS,
-                    discard=api.DiscardPolicy.OLD,
-                    max_age=config.max_age_s,
-                    max_bytes=config.max_bytes,
-                    duplicate_window=config.duplicate_window_s,
-                    num_replicas=replicas,
-                    allow_direct=True,
-                    allow_msg_ttl=config.message_ttl or None,
-                    allow_atomic=not config.work_queue or None,
-                )
-            )
-        for bucket in bucket_configs:
-            await self._ensure_stream(
-                api.StreamConfig(
-                    name=f"KV_{bucket.name}",
-                    subjects=[f"$KV.{bucket.name}.>"],
-                    max_msgs_per_subject=1,
-                    max_age=bucket.max_age_s,
-                    discard=api.DiscardPolicy.NEW,
-                    deny_delete=True,
-                    allow_rollup_hdrs=True,
-                    allow_direct=True,
-                    allow_atomic=True,
-                    num_replicas=replicas,
-                )
-            )
-        try:
-            await self.jetstream.object_store(streams.PAYLOADS)
-        except nats.js.errors.NotFoundError:
-            await self.jetstream.create_object_store(
-                streams.PAYLOADS,
-                config=api.ObjectStoreConfig(
-                    bucket=streams.PAYLOADS, ttl=int(streams.PAYLOADS_MAX_AGE_S), replicas=replicas
-                ),
-            )
-
-    async def _ensure_stream(self, config: api.StreamConfig) -> None:
-        deadline = time.monotonic() + 20.0
-        while True:
-            try:
-                try:
-                    await self.jetstream.add_stream(config)
-                except nats.js.errors.BadRequestError as error:
-                    if error.err_code != 10058:  # name in use with another configuration: bring it up to date
-                        raise
-                    await self.jetstream.update_stream(config)
-                return
-            except NETWORK_ERRORS as error:
-                if time.monotonic() > deadline:
-                    raise Unreachable(
-                        f"JetStream does not answer (stream {config.name}): is it enabled on the NATS server?"
-                    ) from error
-                await asyncio.sleep(0.2)
-            except nats.js.errors.APIError as error:
-                raise Rejected(
-                    f"NATS does not make stream {config.name} ({error.description}): look at its disk and at its "
-                    "JetStream limits",
-                    code="no-stream",
-                ) from error
+        await topology.ensure(self.jetstream, stream_configs, bucket_configs, replicas=replicas)
 
     # --- publishing --------------------------------------------------------------------------------------------
 
@@ -469,143 +364,11 @@ class Bus:
             from_now: a new durable starts behind what the stream holds already.
             forgotten_after_s: the server drops the durable when nobody pulled for this long (0: kept for ever).
         """
-
-        async def ensure() -> str:
-            config = api.ConsumerConfig(
-                durable_name=durable,
-                filter_subjects=subjects if len(subjects) > 1 else None,
-                filter_subject=subjects[0] if len(subjects) == 1 else None,
-                ack_policy=api.AckPolicy.EXPLICIT,
-                ack_wait=ack_wait_s,
-                max_deliver=-1,  # the limit is kept here, where the error class is known
-                # Never 1, also where one is handled at a time: an ack that a server restart swallowed would then hold
-                # up every later message until its redelivery. The order comes from pulling one at a time.
-                max_ack_pending=max(4 * concurrency, 256),
-                deliver_policy=api.DeliverPolicy.NEW if from_now else api.DeliverPolicy.ALL,
-                inactive_threshold=forgotten_after_s or None,
-            )
-            try:
-                await self.jetstream.add_consumer(stream, config=config)
-            except nats.js.errors.BadRequestError as error:
-                if error.err_code != 10012:  # deliver policy cannot be updated: the durable exists, use it
-                    raise
-            if bound is not None:
-                bound.set()
-            return durable
-
-        puller = self.new_puller(stream, ensure, capacity=2 * concurrency if concurrency > 1 else 1)
-        await puller.start()
-        slots = asyncio.Semaphore(concurrency)
-
-        async def run(message: Received) -> None:
-            try:
-                await self._handle(message, handler, stream, durable, max_deliver)
-            finally:
-                puller.done()
-                slots.release()
-
-        taking: asyncio.Future[Received] | None = None
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                stop = tasks.create_task(self._stop_on(self.stopping))
-                try:
-                    while not self.stopping.is_set():
-                        heed_cancellation()
-                        await slots.acquire()
-                        message = await puller.take()
-                        if message is None:
-                            taking = asyncio.ensure_future(puller.next())
-                            await asyncio.wait({taking, stop}, return_when=asyncio.FIRST_COMPLETED)
-                            if not taking.done():
-                                break
-                            message, taking = taking.result(), None
-                        if concurrency == 1:
-                            await run(message)
-                        else:
-                            tasks.create_task(run(message))
-                finally:
-                    stop.cancel()
-        finally:
-            self.forget_puller(puller)
-            rest = await puller.stop()
-            if taking is not None:
-                taking.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Lost):
-                    rest.append(await taking)
-            for message in rest:
-                with contextlib.suppress(*NETWORK_ERRORS, nats.errors.Error):
-                    await message.nak()
-
-    @staticmethod
-    async def _stop_on(event: asyncio.Event) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            await event.wait()
-
-    async def _handle(self, message: Received, handler: Handler, stream: str, durable: str, max_deliver: int) -> None:
-        delivery = _delivery(message)
-        error: BaseException | None = None
-        started = time.monotonic()
-        if delivery.deliveries <= _TRANSIENT_DELIVERIES_MAX:
-            try:
-                with _TRACER.start_as_current_span(
-                    f"process {delivery.subject.rsplit('.', 1)[-1]}", context=extract_context(delivery.headers)
-                ):
-                    await handler(delivery)
-            except asyncio.CancelledError:
-                with contextlib.suppress(*NETWORK_ERRORS, nats.errors.Error):
-                    await message.nak()
-                raise
-            except Bug:
-                raise
-            except Exception as caught:
-                error = caught
-        else:
-            error = Poison("too many deliveries: the handler never finished")
-        await self._settle(delivery, error, stream, durable, max_deliver)
-        log.debug(
-            "handled subject=%s sequence=%d deliveries=%d seconds=%.4f error=%r",
-            delivery.subject, delivery.sequence, delivery.deliveries, time.monotonic() - started, error,
-        )  # fmt: skip
-
-    async def _settle(
-        self, delivery: Delivery, error: BaseException | None, stream: str, durable: str, max_deliver: int
-    ) -> None:
-        """Error class → what becomes of the message. The only place that decides it."""
-        message = delivery.message
-        with contextlib.suppress(*NETWORK_ERRORS, nats.errors.Error):
-            if error is None:
-                await message.ack()
-                return
-            if isinstance(error, Rejected):
-                log.info("rejected subject=%s: %s", delivery.subject, error)
-                await message.ack()
-                return
-            limit = _TRANSIENT_DELIVERIES_MAX if isinstance(error, Transient) else max_deliver
-            if isinstance(error, Poison) or delivery.deliveries >= limit:
-                log.error("dead letter subject=%s sequence=%d: %s", delivery.subject, delivery.sequence, error)
-                await self._bury(delivery, error, stream, durable)
-                await message.term()
-                return
-            if not isinstance(error, OpenRLError):
-                log.error("handler failed subject=%s sequence=%d", delivery.subject, delivery.sequence, exc_info=error)
-            await message.nak(delay=_NAK_DELAYS_S[min(delivery.deliveries, len(_NAK_DELAYS_S)) - 1])
-
-    async def _bury(self, delivery: Delivery, error: BaseException, stream: str, durable: str) -> None:
-        headers = {key: value for key, value in delivery.headers.items() if not key.startswith("Nats-")}
-        headers |= {
-            "openrl-dlq-subject": delivery.subject,
-            "openrl-dlq-stream": stream,
-            "openrl-dlq-sequence": str(delivery.sequence),
-            "openrl-dlq-consumer": durable,
-            "openrl-dlq-deliveries": str(delivery.deliveries),
-            "openrl-dlq-error": f"{type(error).__name__}: {error}".replace("\n", " ").replace("\r", " ")[:500],
-        }
-        await self.publish_raw(
-            f"openrl.dlq.{stream}.{durable}",
-            delivery.body,
-            message_id=f"dlq:{stream}:{durable}:{delivery.sequence}",
-            headers=headers,
-        )
+        await DurableConsumer(
+            bus=self, stream=stream, durable=durable, subjects=subjects, handler=handler, concurrency=concurrency,
+            ack_wait_s=ack_wait_s, max_deliver=max_deliver, bound=bound, from_now=from_now,
+            forgotten_after_s=forgotten_after_s,
+        ).run()  # fmt: skip
 
     async def tail(
         self, *, stream: str, subject: str, start_sequence: int = 1, from_now: bool = False
@@ -638,7 +401,7 @@ class Bus:
                 while True:
                     message = await puller.next()
                     puller.done()
-                    delivery = _delivery(message)
+                    delivery = delivery_of(message)
                     if delivery.sequence < position:
                         continue
                     position = delivery.sequence + 1

@@ -1,7 +1,7 @@
 """``Bus`` and ``Bucket`` over a ``MemoryServer``: same interface, same errors, no sockets.
 
 What decides is the real code: unknown outcomes and delete markers (``Bucket._publish``), publishing until known to be
-stored (``Bus.publish_raw``), ack, nak or dead letter by error class (``Bus._settle``). Replaced is only what moves
+stored (``Bus.publish_raw``), ack, nak or dead letter by error class (``settlement``). Replaced is only what moves
 bytes: the JetStream calls, the pull of a consumer, the reader behind a mirror or a tail, core subjects.
 
 Everything a bus does goes through its server's ``Network``. A bus whose process was killed (``kill``) says nothing more
@@ -20,14 +20,17 @@ import random
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
-from openrl_common.bus import _ERROR_CODE, Bus, Delivery, Handler, _delivery
-from openrl_common.connection import Delivered
+from openrl_common import settlement
+from openrl_common.bus import _ERROR_CODE, Bus
+from openrl_common.connection import Delivered, Received
+from openrl_common.consumer import stop_on
 from openrl_common.errors import OpenRLError, Poison, Rejected, Transient, Unreachable
-from openrl_common.memory_server import Consumer, Member, MemoryServer, Stored, Watcher
+from openrl_common.memory_server import Consumer, Member, MemoryServer, Published, Stored, Watcher
+from openrl_common.settlement import Delivery, Handler, delivery_of
 from openrl_common.store import Bucket, Entry, Mirror, Old, Store
 from openrl_common.wire import PayloadRef
 
@@ -39,31 +42,21 @@ _ASK_S = 2.0
 _CODECS: dict[type[Any], tuple[msgspec.json.Encoder, msgspec.json.Decoder[Any]]] = {}
 
 
-class Published(NamedTuple):
-    """A confirmation; ``duplicate``: a message with that id was there already."""
-
-    seq: int
-    duplicate: bool
-
-
 class _JetStream:
     """The calls of nats-py's context that ``Bus`` and ``Bucket`` make."""
 
     def __init__(self, bus: MemoryBus) -> None:
         self._bus = bus
 
-    async def publish(
+    def publish(
         self,
         subject: str,
         payload: bytes = b"",
         timeout: float = _ASK_S,
         headers: dict[str, str] | None = None,
         msg_ttl: float | None = None,
-    ) -> Published:
-        server = self._bus.server
-        return Published(
-            *await self._bus.ask(functools.partial(server.publish, subject, payload, headers or {}), timeout)
-        )
+    ) -> asyncio.Future[Published]:
+        return self._bus.ask(functools.partial(self._bus.server.publish, subject, payload, headers or {}), timeout)
 
     def get_msg(self, stream: str, subject: str, direct: bool = False) -> asyncio.Future[Stored]:
         return self._bus.ask(functools.partial(self._bus.server.last, stream, subject), _ASK_S)
@@ -71,7 +64,7 @@ class _JetStream:
 
 @dataclass(slots=True)
 class _Message:
-    """What ``Bus._handle`` needs of a ``Received``."""
+    """What ``settlement.handle`` needs of a ``Received``."""
 
     bus: MemoryBus
     consumer: Consumer | None
@@ -209,17 +202,25 @@ class MemoryBus(Bus):
         if bound is not None:
             bound.set()
 
-        async def run(stored: Stored, deliveries: int) -> None:
-            message = _Message(self, consumer, stored, deliveries)
+        async def watched(delivery: Delivery) -> None:
             try:
-                await self._handle(message, handler, stream, durable, max_deliver)
+                await handler(delivery)
+            except Exception as error:
+                if not isinstance(error, Transient | Rejected):
+                    self.failures.append((delivery, error))
+                raise
+
+        async def run(stored: Stored, deliveries: int) -> None:
+            message = cast(Received, _Message(self, consumer, stored, deliveries))
+            try:
+                await settlement.handle(self, message, watched, stream=stream, durable=durable, max_deliver=max_deliver)
             finally:
                 member.in_hand -= 1
                 if not self.killed:
                     consumer.dispatch()
 
         async def stop() -> None:
-            await self._stop_on(self.stopping)
+            await stop_on(self.stopping)
             member.wake()
 
         try:
@@ -244,17 +245,6 @@ class MemoryBus(Bus):
             for stored, deliveries in member.inbox:
                 await _Message(self, consumer, stored, deliveries).nak()
 
-    async def _handle(self, message: Any, handler: Handler, stream: str, durable: str, max_deliver: int) -> None:
-        async def watched(delivery: Delivery) -> None:
-            try:
-                await handler(delivery)
-            except Exception as error:
-                if not isinstance(error, Transient | Rejected):
-                    self.failures.append((delivery, error))
-                raise
-
-        await super()._handle(message, watched, stream, durable, max_deliver)
-
     async def tail(
         self, *, stream: str, subject: str, start_sequence: int = 1, from_now: bool = False
     ) -> AsyncGenerator[Delivery, None]:
@@ -272,7 +262,7 @@ class MemoryBus(Bus):
                     for stored in batch:
                         if stored.seq >= position:
                             position = stored.seq + 1
-                            yield _delivery(cast(Any, _Message(self, None, stored, 1)))
+                            yield delivery_of(cast(Any, _Message(self, None, stored, 1)))
                     batch = await queue.get()
             finally:
                 watcher.closed = True
@@ -399,6 +389,9 @@ class MemoryMirror(Mirror[T]):
         bucket, start = self._bucket, len(self._bucket.root)
         for stored in batch:
             key = stored.subject[start:]
+            known = self.entries.get(key)
+            if known is not None and known.revision >= stored.seq:
+                continue
             try:
                 entry = bucket.entry(key, stored)
             except Poison:
@@ -490,11 +483,14 @@ class MemoryBucket(Bucket[T]):
 
     def entry(self, key: str, stored: Stored) -> Entry[T] | None:
         """None for a delete marker. Raises Poison when the stored bytes are not a value."""
-        if stored.value is not None:
-            return Entry(key, stored.value, stored.seq)
-        entry = self._entry(key, stored.data, stored.seq, stored.headers)
-        if entry is not None:
-            stored.value = entry.value
+        entry: Entry[T] | None = stored.entry
+        if entry is None:
+            if stored.value is not None:
+                entry = Entry(key, stored.value, stored.seq)
+            else:
+                entry = self._entry(key, stored.data, stored.seq, stored.headers)
+            if entry is not None:
+                stored.entry, stored.value = entry, entry.value
         return entry
 
 

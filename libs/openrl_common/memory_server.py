@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import openrl_common.without_websockets  # noqa: F401
 
@@ -34,9 +34,9 @@ WRONG_LAST_SEQUENCE = 10071
 
 
 class Stored:
-    """One stored message. ``value``: decoded once for all readers, because records and events are immutable."""
+    """One stored message. ``value``, ``entry``: made once for all readers, because records and events are immutable."""
 
-    __slots__ = ("data", "headers", "seq", "stored_at", "subject", "value")
+    __slots__ = ("data", "entry", "headers", "seq", "stored_at", "subject", "value")
 
     def __init__(self, subject: str, data: bytes, headers: dict[str, str], seq: int, stored_at: float) -> None:
         self.subject = subject
@@ -45,6 +45,14 @@ class Stored:
         self.seq = seq
         self.stored_at = stored_at
         self.value: Any = None
+        self.entry: Any = None
+
+
+class Published(NamedTuple):
+    """A confirmation; ``duplicate``: a message with that id was there already."""
+
+    seq: int
+    duplicate: bool
 
 
 class Network:
@@ -154,8 +162,8 @@ class Stream:
         self.consumers: dict[str, Consumer] = {}
         self.watchers: list[Watcher] = []
 
-    def store(self, subject: str, data: bytes, headers: dict[str, str], network: Network) -> tuple[int, bool]:
-        """Append; returns the sequence and whether it is that of an earlier message with the same id."""
+    def store(self, subject: str, data: bytes, headers: dict[str, str], network: Network) -> Published:
+        """Append, unless a message with the same id is there already."""
         before = self.last.get(subject)
         expected = headers.get("Nats-Expected-Last-Subject-Sequence")
         if expected is not None and int(expected) != (0 if before is None else before.seq):
@@ -167,7 +175,7 @@ class Stream:
         if message_id is not None:
             known = self.ids.get(message_id)
             if known is not None and now - known[1] < self.duplicate_window_s:
-                return known[0], True
+                return Published(known[0], True)
         self.seq += 1
         if message_id is not None:
             self.ids[message_id] = (self.seq, now)
@@ -181,7 +189,7 @@ class Stream:
                 watcher.add(message, network)
         for consumer in self.consumers.values():
             consumer.dispatch()
-        return self.seq, False
+        return Published(self.seq, False)
 
     def snapshot(self, pattern: str, start_sequence: int) -> list[Stored]:
         if self.kv:
@@ -331,7 +339,7 @@ class MemoryServer:
 
     # --- what a client asks ------------------------------------------------------------------------------------
 
-    def publish(self, subject: str, data: bytes, headers: dict[str, str]) -> tuple[int, bool]:
+    def publish(self, subject: str, data: bytes, headers: dict[str, str]) -> Published:
         for wanted, served in self.listened:  # also core subscribers hear what a stream takes
             if wanted(subject):
                 for bus, callback in served:
