@@ -111,3 +111,16 @@ def make_micro_batch(data: list[Datum], device: torch.device, loss: str = "") ->
         old=figures(old) if policy else None,
         advantages=figures(advantages) if policy else None,
     )
+
+
+def make_idle_batch(device: torch.device) -> MicroBatch:
+    """One token that counts for nothing: what a rank runs while others have passes left of a sharded model (R14)."""
+    nothing = torch.zeros(1, dtype=torch.float32, device=device)
+    return MicroBatch(
+        ids=torch.zeros((1, 2), dtype=torch.long, device=device),
+        positions=torch.zeros(1, dtype=torch.long, device=device),
+        targets=torch.zeros(1, dtype=torch.long, device=device),
+        weights=nothing,
+        old=nothing,
+        advantages=nothing,
+    )

@@ -43,13 +43,15 @@ from openrl_common.wire import (
     SaveWeights,
     TrainResult,
 )
-from openrl_trainer.batch import MicroBatch, check_data, make_micro_batch
+from openrl_trainer.batch import check_data
 from openrl_trainer.checkpoints import checkpoint_directory, pin_load, pinned_load
-from openrl_trainer.losses import WITHOUT_POLICY, check_loss, chunked_logprobs, token_loss
+from openrl_trainer.losses import check_loss
 from openrl_trainer.memory_model import is_out_of_memory, memory_model
 from openrl_trainer.model import BaseModel
-from openrl_trainer.optimizer import Adam
-from openrl_trainer.packing import pack
+from openrl_trainer.optimizer import Adam, gradient_norm
+from openrl_trainer.packing import share
+from openrl_trainer.passes import Budget, MemoryShort, Passes
+from openrl_trainer.ranks import Ranks
 from openrl_trainer.state_file import OPTIMIZER_SECTIONS, SECTIONS, State, read_state, write_state
 from openrl_trainer.weights_out import VersionRequest, VersionWriter, copy_weights, host_copy, remove_old_versions
 
@@ -109,8 +111,9 @@ class TrainEngine:
             trainer that is started again packs the entries to come as this one would have.
     """
 
-    def __init__(self, base: BaseModel, job: JobSettings, settings: EngineSettings) -> None:
+    def __init__(self, base: BaseModel, job: JobSettings, settings: EngineSettings, ranks: Ranks | None = None) -> None:
         self.base = base
+        self._ranks = ranks or Ranks()
         self.job = job
         self.version = 0
         self.deltas = False
@@ -118,18 +121,26 @@ class TrainEngine:
         self._versions = VersionWriter(settings.home, base, baseline_every=settings.baseline_every)
         if job.lora is not None:
             base.add_adapter(job.adapter, job.lora, seed=job.seed, rank_max=job.rank_max)
-        self._parameters = base.trainable(job.adapter)
-        self._adam = Adam(self._parameters, float32_masters=job.float32_masters)
+        self._trained = base.trainable(job.adapter)
+        self._parameters, norm = self._trained, gradient_norm
+        if base.sharding is not None:
+            self._parameters, norm = base.sharding.own_parameters(self._trained), base.sharding.norm
+        elif job.adapter:
+            self._ranks.align(self._trained)  # an initial value that a device drew otherwise would stay for ever
+        self._adam = Adam(self._parameters, float32_masters=job.float32_masters, norm=norm)
         self._gradients: dict[str, Tensor] = {}
-        self.memory = memory_model(base, self._parameters, adapter=job.adapter, float32_masters=job.float32_masters)
-        self.token_budget = settings.token_budget or self.memory.token_budget(settings.device_bytes)
+        dropout = job.lora.dropout if job.lora is not None else 0.0
+        self._passes = Passes(base, self._ranks, self._trained, adapter=job.adapter, dropout=dropout)
+        self.memory = memory_model(base, self._trained, adapter=job.adapter, float32_masters=job.float32_masters)
+        budget = settings.token_budget or self.memory.token_budget(settings.device_bytes)
+        self.token_budget = min(self._ranks.exchange(budget))
         self.halved_to = 0
 
     def close(self) -> None:
         """Give the adapter's memory back. The engine is not used after it."""
         if self.job.adapter:
             self.base.remove_adapter(self.job.adapter)
-        self._parameters, self._gradients = {}, {}
+        self._trained, self._parameters, self._gradients = {}, {}, {}
 
     # --- one entry ------------------------------------------------------------------------------------------------
 
@@ -153,6 +164,9 @@ class TrainEngine:
         """``apply`` in pieces: pauses at every safe boundary, the end of a micro-batch; returns the outcome."""
         if stored is not None:
             return (yield from self._replay(request, stored))
+        return (yield from self._applied(request))
+
+    def _applied(self, request: AnyTrainRequest) -> Generator[None, None, Outcome]:
         started = time.perf_counter()
         try:
             if self.job.adapter:
@@ -170,7 +184,7 @@ class TrainEngine:
     def tensors(self) -> Iterator[Tensor]:
         """Everything this job keeps on the device between two boundaries, save the parameters (the base's)."""
         yield from self._gradients.values()
-        for parameter in self._parameters.values():
+        for parameter in self._trained.values():
             if parameter.grad is not None:
                 yield parameter.grad
         yield from self._adam.tensors()
@@ -184,10 +198,12 @@ class TrainEngine:
         while True:
             try:
                 return (yield from self._run(request))
+            except MemoryShort as error:
+                reason = str(error)
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
+                if self._ranks.count > 1 or not is_out_of_memory(error):
                     raise
-                reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+                reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
             # Out of the except block: its traceback kept the tensors of the failed pass.
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -202,7 +218,9 @@ class TrainEngine:
         if self.halved_to or not isinstance(request, Forward | ForwardBackward):
             return False
         lengths = [len(datum.tokens) for datum in request.data]
-        passes = pack(lengths, self.token_budget)
+        count = self._ranks.count
+        shares = [share(lengths, self.token_budget, rank, count)[0] for rank in range(count)]
+        passes = [indices for batches in shares for indices in batches]
         largest = max(len(indices) * max(lengths[index] for index in indices) for indices in passes)
         halved = max(largest // 2, max(lengths))
         if halved >= largest:
@@ -250,7 +268,7 @@ class TrainEngine:
                 budget, halved_to = self.token_budget, self.halved_to
                 self.token_budget = self.halved_to = int(stored.metrics.get("token_budget", budget))
                 try:
-                    again = (yield from self.steps(request)).result
+                    again = (yield from self._applied(request)).result
                 finally:
                     self.token_budget, self.halved_to = budget, halved_to
                 if again.error is not None:
@@ -264,9 +282,6 @@ class TrainEngine:
 
     # --- operations -----------------------------------------------------------------------------------------------
 
-    def _micro_batches(self, data: list[Datum]) -> list[list[int]]:
-        return pack([len(datum.tokens) for datum in data], self.token_budget)
-
     def _check(self, data: list[Datum], loss: str = "") -> None:
         check_data(
             data,
@@ -276,92 +291,25 @@ class TrainEngine:
             loss=loss,
         )
 
-    def _logprobs(self, batch: MicroBatch) -> Tensor:
-        """Log-probabilities [tokens] at the batch's positions."""
-        if not self.base.split_head:
-            logits = self.base.logits(batch.ids).flatten(0, 1).index_select(0, batch.positions).float()
-            chosen: Tensor = logits.gather(-1, batch.targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
-            return chosen
-        hidden = self.base.hidden(batch.ids).flatten(0, 1).index_select(0, batch.positions)
-        chunk_tokens = self.memory.chunk_tokens(self.token_budget)
-        return chunked_logprobs(hidden, batch.targets, self.base.head, chunk_tokens)
+    @property
+    def _budget(self) -> Budget:
+        return Budget(self.token_budget, self.memory.chunk_tokens(self.token_budget))
 
     def _forward(self, request: Forward) -> Generator[None, None, TrainResult]:
         self._check(request.data)
-        rows: list[list[float]] = [[] for _ in request.data]
-        with torch.no_grad():
-            for indices in self._micro_batches(request.data):
-                data = [request.data[index] for index in indices]
-                batch = make_micro_batch(data, self.base.device)
-                assert batch is not None
-                values = self._logprobs(batch).tolist()
-                start = 0
-                for index, datum in zip(indices, data, strict=True):
-                    count = len(datum.tokens) - 1
-                    # nine significant digits name a float32 exactly and halve the message
-                    rows[index] = [0.0] + [float(f"{value:.9g}") for value in values[start : start + count]]
-                    start += count
-                del batch
-                yield
+        rows = yield from self._passes.forward(request.data, self._budget)
         tokens = sum(len(row) - 1 for row in rows)
         return TrainResult(seq=request.seq, metrics={"tokens": float(tokens)}, logprobs=rows)
 
     def _forward_backward(self, request: ForwardBackward) -> Generator[None, None, TrainResult]:
-        options = check_loss(request.loss, request.loss_config, request.normalizer)
+        check_loss(request.loss, request.loss_config, request.normalizer)
         self._check(request.data, request.loss)
-        dropout = self.job.lora.dropout if self.job.lora else 0.0
         seed = _entry_seed(self.job.seed, request.seq)
-        totals: dict[str, float] = {"loss": 0.0, "tokens": 0.0}
-        try:
-            with self.base.adapter_dropout(self.job.adapter, dropout, seed):
-                micro_batches = self._micro_batches(request.data)
-                for indices in micro_batches:
-                    data = [request.data[index] for index in indices]
-                    batch = make_micro_batch(data, self.base.device, request.loss)
-                    if batch is not None:
-                        self._accumulate(batch, request, options, totals)
-                    del batch
-                    yield
-            # One memory layout whatever autograd chose, as load_state gives back: sums must round alike (R5).
-            fresh: dict[str, Tensor] = {}
-            for name, parameter in self._parameters.items():
-                if parameter.grad is not None:
-                    fresh[name] = parameter.grad.contiguous()
-                    parameter.grad = None  # at once: all of them twice would be the peak of a small batch
-        finally:
-            for parameter in self._parameters.values():
-                parameter.grad = None
-        for name in fresh:
-            if not torch.isfinite(fresh[name]).all():
-                raise Rejected(
-                    f"forward_backward: the gradient of {name} is not finite: gradients are as before this request",
-                    code="nan-gradient",
-                )
+        fresh, metrics = yield from self._passes.backward(request, self._budget, seed)
         for name, gradient in fresh.items():
             held = self._gradients.get(name)
             self._gradients[name] = gradient if held is None else held.add_(gradient)
-        return TrainResult(
-            seq=request.seq, metrics=_loss_metrics(totals, request.loss, len(micro_batches), self.token_budget)
-        )
-
-    def _accumulate(
-        self, batch: MicroBatch, request: ForwardBackward, options: dict[str, float], totals: dict[str, float]
-    ) -> None:
-        logprobs = self._logprobs(batch)
-        total, sums = token_loss(request.loss, options, logprobs, batch.weights, batch.old, batch.advantages)
-        loss = total / request.normalizer
-        value = float(loss.detach())
-        if not isfinite(value):
-            raise Rejected(
-                f"forward_backward: the {request.loss} loss is {value}: gradients are as before this request",
-                code="nan-loss",
-            )
-        loss.backward()
-        totals["loss"] += value
-        totals["tokens"] += batch.targets.numel()
-        for name, tensor in sums.items():
-            held = totals.get(name, 0.0)
-            totals[name] = max(held, float(tensor)) if name == "ratio_max" else held + float(tensor)
+        return TrainResult(seq=request.seq, metrics=metrics)
 
     def _optim_step(self, request: OptimStep) -> TrainResult:
         if not self._gradients:
@@ -403,8 +351,8 @@ class TrainEngine:
         remove_old_versions(directory, self._settings.keep_weights, served)
 
     def parameters(self) -> dict[str, Tensor]:
-        """What this job trains, by name: the tensors themselves."""
-        return dict[str, Tensor](self._parameters)
+        """What this job trains, by name, in whole shapes: the tensors themselves."""
+        return dict[str, Tensor](self._trained)
 
     def state_info(self, seq: int) -> StateInfo:
         """What a state taken after entry ``seq`` says of itself."""
@@ -419,19 +367,36 @@ class TrainEngine:
         )
 
     def copy_state(self) -> State:
-        """Everything that training changes, copied to the host: parameters, gradients, optimizer."""
+        """Everything that training changes, copied to the host: parameters, gradients, optimizer.
+
+        Whole tensors whatever the number of ranks, so that it may be restored on another (R14); on rank 0 alone.
+        """
+        return self._copy_state()
+
+    def _copy_state(self) -> State:
         state: State = {section: {} for section in SECTIONS}
-        state["parameter"] = {name: host_copy(tensor) for name, tensor in self._parameters.items()}
-        state["gradient"] = {name: host_copy(tensor) for name, tensor in self._gradients.items()}
+        own = {"parameter": dict[str, Tensor](self._parameters), "gradient": self._gradients}
         for name, values in self._adam.state().items():
             for section, tensor in values.items():
-                state[section][name] = host_copy(tensor)
+                own.setdefault(section, {})[name] = tensor
+        sharding = self.base.sharding
+        for section, tensors in own.items():
+            for name in [name for name in self._parameters if name in tensors]:  # one order on every rank
+                part = tensors[name]
+                whole = part if sharding is None or part.dim() == 0 else sharding.whole(name, part)
+                if self._ranks.rank == 0:
+                    state[section][name] = host_copy(whole)
         return state
 
-    def restore(self, state: State, version: int | None = None, halved_to: int = 0) -> None:
-        """Go on from a state; ``version``: the newest weights version then (None: it stays)."""
+    def restore(self, state: State | None, version: int | None = None, halved_to: int = 0) -> None:
+        """Go on from a state (rank 0 gives it); ``version``: the newest weights version then (None: it stays)."""
+        self._restore(state, version, halved_to)
+
+    def _restore(self, state: State | None, version: int | None = None, halved_to: int = 0) -> None:
         self._adopt(halved_to)
         device = self.base.device
+        sharding = self.base.sharding
+        state = self._ranks.spread(state, _whole if sharding is None else sharding.part, device)
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(state["parameter"][name])
@@ -446,7 +411,7 @@ class TrainEngine:
 
     def _save_state(self, request: SaveState) -> Outcome:
         path = state_path(self._settings.home, self.job.tenant, self.job.job, request.name)
-        state, info = self.copy_state(), self.state_info(request.seq)
+        state, info = self._copy_state(), self.state_info(request.seq)
 
         def write() -> Outcome:
             size_bytes = write_state(path, state, info)
@@ -457,14 +422,18 @@ class TrainEngine:
     def _load_state(self, request: LoadState) -> TrainResult:
         named = state_path(self._settings.home, self.job.tenant, self.job.job, request.name)
         directory = checkpoint_directory(self._settings.home, self.job.tenant, self.job.job, self.job.incarnation)
-        source = pin_load(directory, request.seq, named)
-        try:
-            state, info = read_state(source, self.parameters())
-        except Rejected:
-            pinned_load(directory, request.seq).unlink(missing_ok=True)
-            raise
-        self.restore(state)
-        return TrainResult(seq=request.seq, metrics={"state_seq": float(info.seq)})
+
+        def read() -> tuple[State, StateInfo]:
+            source = pin_load(directory, request.seq, named)
+            try:
+                return read_state(source, self.parameters())
+            except Rejected:
+                pinned_load(directory, request.seq).unlink(missing_ok=True)
+                raise
+
+        found = self._ranks.first(read)
+        self._restore(found[0] if found else None)
+        return TrainResult(seq=request.seq, metrics={"state_seq": float(found[1].seq)} if found else {})
 
     def _delete_state(self, request: DeleteState) -> TrainResult:
         if not delete_state(self._settings.home, self.job.tenant, self.job.job, request.name):
@@ -485,6 +454,10 @@ def _written_later(seq: int, write: Callable[[], Outcome]) -> Outcome:
     return Outcome(TrainResult(seq=seq), write=guarded)
 
 
+def _whole(_name: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
 class _OutOfMemory(Exception):
     """Memory was short, and a smaller budget would not help or was tried."""
 
@@ -493,17 +466,6 @@ def replace_metrics(result: TrainResult, **metrics: float) -> TrainResult:
     """``result`` with more metrics; every number must be finite, as JSON has no other."""
     merged = {name: value for name, value in {**result.metrics, **metrics}.items() if isfinite(value)}
     return msgspec.structs.replace(result, metrics=merged)
-
-
-def _loss_metrics(totals: dict[str, float], loss: str, num_micro_batches: int, token_budget: int) -> dict[str, float]:
-    tokens = totals["tokens"]
-    metrics = {"loss": totals["loss"], "tokens": tokens, "micro_batches": float(num_micro_batches)}
-    metrics["token_budget"] = float(token_budget)
-    if loss not in WITHOUT_POLICY:
-        metrics["kl"] = totals["kl_sum"] / tokens
-        metrics["clip_fraction"] = totals["clipped"] / tokens
-        metrics["ratio_max"] = totals["ratio_max"]
-    return metrics
 
 
 def _entry_seed(seed: int, seq: int) -> int:

@@ -60,11 +60,12 @@ class MemoryModel:
     layers: int
     vocabulary: int
     chunk_bytes_max: int
+    gathered_bytes: int = 0
 
     @property
     def resident_bytes(self) -> int:
-        """Before a pass: weights, optimizer, and the gradients of earlier requests."""
-        return self.weights_bytes + self.optimizer_bytes + self.gradient_bytes
+        """In every pass: weights, optimizer, the gradients of earlier requests, what is gathered of a sharded model."""
+        return self.weights_bytes + self.optimizer_bytes + self.gradient_bytes + self.gathered_bytes
 
     def peak_bytes(self, tokens: int) -> int:
         """The most that a forward and backward pass over ``tokens`` holds at once."""
@@ -96,27 +97,37 @@ class MemoryModel:
 def memory_model(
     base: BaseModel, trained: Mapping[str, Tensor], *, adapter: str = "", float32_masters: bool = False
 ) -> MemoryModel:
-    """The memory of training ``trained``, parameters of ``base`` that is on its device; runs a short pass over it."""
+    """The memory of training ``trained``, parameters of ``base`` that is on its device; runs a short pass over it.
+
+    Of a sharded model (sharded.py) a rank has its part of everything, and in a pass what is gathered.
+    """
     if adapter:
         base.activate(adapter)
-    kept = kept_bytes_per_token(
+    sharding = base.sharding
+    ranks = 1 if sharding is None else sharding.count
+    sizes = [(-(-tensor.numel() // ranks), tensor.element_size()) for tensor in trained.values()]
+    return MemoryModel(
+        weights_bytes=-(-base.parameter_bytes // ranks),
+        gradient_bytes=sum(count * size for count, size in sizes),
+        # two moments in the parameter's type, or with masters these and the master in float32
+        optimizer_bytes=sum(count * (12 if float32_masters and size < 4 else 2 * size) for count, size in sizes),
+        largest_gradient_bytes=max((count * size for count, size in sizes), default=0),
+        kept_bytes_per_token=probe(base) if sharding is None else sharding.kept_bytes_per_token,
+        layers=base.sizes["layers"],
+        vocabulary=base.vocabulary,
+        chunk_bytes_max=_CHUNK_BYTES_MAX.get(base.device.type, _CHUNK_BYTES_MAX["cpu"]),
+        gathered_bytes=0 if sharding is None else sharding.gathered_bytes,
+    )
+
+
+def probe(base: BaseModel) -> float:
+    """``kept_bytes_per_token`` of a model that is whole, with the adapter that is active."""
+    return kept_bytes_per_token(
         base.hidden,
         base.tensors(),
         vocabulary=base.vocabulary,
         length=min(PROBE_TOKENS, base.length_max),
         device=base.device,
-    )
-    sizes = [(tensor.numel(), tensor.element_size()) for tensor in trained.values()]
-    return MemoryModel(
-        weights_bytes=base.parameter_bytes,
-        gradient_bytes=sum(count * size for count, size in sizes),
-        # two moments in the parameter's type, or with masters these and the master in float32
-        optimizer_bytes=sum(count * (12 if float32_masters and size < 4 else 2 * size) for count, size in sizes),
-        largest_gradient_bytes=max((count * size for count, size in sizes), default=0),
-        kept_bytes_per_token=kept,
-        layers=base.sizes["layers"],
-        vocabulary=base.vocabulary,
-        chunk_bytes_max=_CHUNK_BYTES_MAX.get(base.device.type, _CHUNK_BYTES_MAX["cpu"]),
     )
 
 

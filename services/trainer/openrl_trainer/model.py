@@ -11,8 +11,9 @@ gradients.
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,19 +24,26 @@ from torch import Tensor, nn
 
 from openrl_common.errors import Rejected
 from openrl_common.records import LoraSpec
+from openrl_trainer.losses import chunked_logprobs
 from openrl_trainer.model_path import check_model_path
 
 if TYPE_CHECKING:
     import peft
 
+    from openrl_trainer.sharded import Sharding
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PROBE_TOKENS = 8
 
 
-def prepare_torch(num_threads: int, device_bytes: int) -> torch.device:
+def prepare_torch(num_threads: int, device_bytes: int, rank: int = 0) -> torch.device:
     """Deterministic algorithms, thread count, device; on CUDA never more memory than the seat declares.
 
-    CUDA needs ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` in the environment before this is called.
+    CUDA needs ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` in the environment before this is called. ``rank``: which of the
+    devices that this worker sees.
+
+    Raises:
+        Rejected: ``no-devices``: it sees fewer GPUs than its seat has devices.
     """
     cast(Any, transformers.utils.logging).disable_progress_bar()
     torch.set_num_threads(num_threads)
@@ -47,7 +55,14 @@ def prepare_torch(num_threads: int, device_bytes: int) -> torch.device:
         return torch.device("cpu")
     # cuDNN's attention compiles a plan for every new shape (a tenth of a second each), and batches have many.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    device = torch.device("cuda", 0)
+    if rank >= torch.cuda.device_count():
+        raise Rejected(
+            f"{torch.cuda.device_count()} GPU(s) are visible and {rank + 1} are needed: CUDA_VISIBLE_DEVICES is"
+            f" {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')!r}",
+            code="no-devices",
+        )
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
     if device_bytes > 0:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, device_bytes / total), device)
@@ -72,6 +87,8 @@ class BaseModel:
         vocabulary: number of token ids it knows.
         split_head: False when decoder and head apart do not give the model's own logits (a model that scales them
             outside the head); log-probabilities then come from whole logits.
+        score: what a pass calls: ``logprobs``, through FSDP2 where the model is sharded.
+        sharding: how it is divided among ranks; None: this process has it whole.
     """
 
     def __init__(self, path: str, *, dtype: str, device: torch.device, frozen: bool, length_max: int = 0) -> None:
@@ -96,6 +113,8 @@ class BaseModel:
         self.linear_names = _linear_names(self.model)
         self._peft: peft.PeftModel | None = None
         self._active = ""
+        self.score: Callable[[Tensor, Tensor, Tensor, int], Tensor] = self.logprobs
+        self.sharding: Sharding | None = None
         self.split_head = self._probe_head()
 
     # --- forward ------------------------------------------------------------------------------------------------
@@ -114,6 +133,15 @@ class BaseModel:
         """Whole logits [rows, length, vocabulary] as the model itself gives them."""
         logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
         return logits
+
+    def logprobs(self, ids: Tensor, positions: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
+        """Log-probabilities [tokens] of ``targets`` at the flat ``positions`` of ``ids`` (batch.py), in float32."""
+        if not self.split_head:
+            logits = self.logits(ids).flatten(0, 1).index_select(0, positions).float()
+            chosen: Tensor = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
+            return chosen
+        hidden = self.hidden(ids).flatten(0, 1).index_select(0, positions)
+        return chunked_logprobs(hidden, targets, self.head, chunk_tokens)
 
     def _probe_head(self) -> bool:
         """Whether head(hidden) equals the model's own logits (Gemma 2 caps them, Granite and Cohere scale them)."""

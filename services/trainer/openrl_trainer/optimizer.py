@@ -7,7 +7,7 @@ et al. 2013, arXiv:1211.5063).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import isfinite
 
 import torch
@@ -51,10 +51,18 @@ class Adam:
         float32_masters: keep a float32 copy of every parameter of another type, update that in float32 with float32
             moments, and round it into the parameter (Micikevicius et al. 2017, arXiv:1710.03740): a step smaller than
             half a bfloat16 unit is then not lost. Costs 8 bytes a parameter.
+        norm: of the gradients; another one where parameters are parts of larger ones (sharded.py).
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], *, float32_masters: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        *,
+        float32_masters: bool = False,
+        norm: Callable[[list[Tensor]], float] = gradient_norm,
+    ) -> None:
         self._parameters = parameters
+        self._norm = norm
         self._masters = {
             name: nn.Parameter(parameter.detach().float())
             for name, parameter in parameters.items()
@@ -71,7 +79,7 @@ class Adam:
         """
         check_adam(adam)
         values = list(gradients.values())
-        norm = gradient_norm(values)
+        norm = self._norm(values)
         if not isfinite(norm):
             raise Rejected(f"optim_step: the gradient norm is {norm}: nothing was applied", code="nan-gradient")
         if adam.grad_clip > 0 and norm > adam.grad_clip:

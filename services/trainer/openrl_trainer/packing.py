@@ -51,3 +51,18 @@ def check_lengths(lengths: Sequence[int], length_max: int, token_budget: int) ->
                 " OPEN_RL_TRAIN_TOKEN_BUDGET",
                 code="too-long",
             )
+
+
+def share(lengths: Sequence[int], token_budget: int, rank: int = 0, count: int = 1) -> tuple[list[list[int]], int]:
+    """The micro-batches of one of ``count`` ranks (R14), and how many the rank with the most has.
+
+    Sequences are dealt longest first, back and forth, so that all ranks get about the same number of tokens; each packs
+    its own. One rank's share is what :func:`pack` gives.
+    """
+    hands: list[list[int]] = [[] for _ in range(count)]
+    for place, index in enumerate(sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))):
+        turn, hand = divmod(place, count)
+        hands[hand if turn % 2 == 0 else count - 1 - hand].append(index)
+    packed = [pack([lengths[index] for index in hand], token_budget) for hand in hands]
+    mine = [[hands[rank][place] for place in batch] for batch in packed[rank]]
+    return mine, max(len(batches) for batches in packed)

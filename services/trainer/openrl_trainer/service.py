@@ -31,6 +31,7 @@ from openrl_common.worker import WorkerContext, WorkerSettings
 from openrl_trainer.cadence import Cadence
 from openrl_trainer.checkpointer import Checkpointer
 from openrl_trainer.device import Device
+from openrl_trainer.group import Group
 from openrl_trainer.job_runner import JobRunner
 from openrl_trainer.metrics import Metrics
 from openrl_trainer.model_path import check_model_path
@@ -94,6 +95,7 @@ class Trainer:
         self._metrics = Metrics(context.service.registry)
         self._base: BaseModel
         self._parking: Parking
+        self._group: Group | None = None
         self._jobs: Mirror[JobRecord] | None = None
         self._changed = asyncio.Event()
         self._runners: dict[JobId, JobRunner] = {}
@@ -106,13 +108,17 @@ class Trainer:
         """Raises Rejected when the base model cannot be used: the process ends with that one line."""
         context = self._context
         check_model_path(context.workload.base_model)
+        num_devices = context.workload.shape.device_count
+        if num_devices > 1:
+            self._group = Group(num_devices)
         async with prefetching(context, PrefetchMode(self._config.prefetch)):
             with context.stamp("imports"):
                 await self._device.run_anywhere(_import_engine)
         await context.publish_phases()
         with context.stamp("load", context.workload.base_model):
             self._base = await self._device.run(self._load)
-        context.movers(self._park, self._resume)
+        if self._group is None:
+            context.movers(self._park, self._resume)  # several devices are exclusive, so nobody asks for them (P10)
         self._jobs = await context.store.jobs.mirror(on_change=self._on_change)
         await self._remove_ended()
         with context.stamp("jobs"):
@@ -123,7 +129,8 @@ class Trainer:
                 "dtype": str(self._base.model.dtype).removeprefix("torch."),
                 "length_max": str(self._base.length_max),
                 "torch_threads": str(self._threads()),
-                "can_park": "true",
+                "can_park": str(self._group is None).lower(),
+                "devices": str(num_devices),
             }
         )
 
@@ -137,6 +144,18 @@ class Trainer:
         from openrl_trainer.model import BaseModel, prepare_torch
 
         workload = self._context.workload
+        if self._group is not None:
+            from openrl_trainer.commands import Begin
+
+            begin = Begin(
+                base_model=workload.base_model,
+                dtype=workload.dtype,
+                sharded=workload.kind is JobKind.FFT,
+                length_max=workload.max_model_len,
+                num_threads=self._threads(),
+                device_bytes=self._context.device_bytes,
+            )
+            return self._group.begin(begin)
         device = prepare_torch(self._threads(), self._context.device_bytes)
         path = self._context.home / "parked" / self._context.assignment
         self._parking = Parking(torch, device, path)
@@ -254,6 +273,10 @@ class Trainer:
             baseline_every=self._config.baseline_every,
             device_bytes=self._context.device_bytes,
         )
+        if self._group is not None:
+            from openrl_trainer.group_engine import GroupEngine
+
+            return GroupEngine(self._base, job, settings, self._group)
         return TrainEngine(self._base, job, settings)
 
     async def _on_step(self, begun_at: float) -> None:
@@ -296,6 +319,8 @@ class Trainer:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        if self._group is not None:
+            self._group.close()
 
 
 def _import_engine() -> None:

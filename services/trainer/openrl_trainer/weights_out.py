@@ -70,7 +70,12 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 
 def copy_weights(base: BaseModel, adapter: str) -> Weights:
-    """What a version is written from: the adapter in PEFT's layout, or the whole model when ``adapter`` is empty."""
+    """What a version is written from: the adapter in PEFT's layout, or the whole model when ``adapter`` is empty.
+
+    Of a sharded model rank 0 gets the whole; all ranks call it (R14).
+    """
+    if base.sharding is not None:
+        return base.sharding.copy_model(base.model, host_copy)
     source: Weights = base.adapter_tensors(adapter) if adapter else base.model.state_dict()
     copies: dict[tuple[int, torch.Size], Tensor] = {}
     return {

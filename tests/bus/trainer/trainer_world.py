@@ -34,7 +34,7 @@ from openrl_common.records import (
 )
 from openrl_common.wire import RESULT_DECODER, Datum, TrainRequest, TrainResult
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 class World:
@@ -50,11 +50,11 @@ class World:
 
         await self.bus.subscribe(self.inbox, on_answer)
 
-    async def workload(self, kind: JobKind, owner: str, tenant: str = "default") -> str:
+    async def workload(self, kind: JobKind, owner: str, tenant: str = "default", *, devices: int = 1) -> str:
         workload = workload_id(tenant, owner, "trainer")
         record = WorkloadRecord(
             workload=workload, tenant=tenant, owner=owner, owner_name=owner, kind=kind, jobs=(), incarnation=7,
-            shape=Shape(role=Role.TRAINER, device_bytes=1 << 30), base_model=str(self.model),
+            shape=Shape(role=Role.TRAINER, device_bytes=1 << 30, device_count=devices), base_model=str(self.model),
             phase=WorkloadPhase.PLACED, submitted_at=time.time(), max_rank=8,
         )  # fmt: skip
         await self.bus.store.workloads.put(workload, record)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrl_common.errors import Rejected
-from openrl_trainer.packing import check_lengths, pack
+from openrl_trainer.packing import check_lengths, pack, share
 
 
 @given(st.lists(st.integers(2, 100), min_size=1, max_size=60), st.integers(100, 500))
@@ -35,3 +35,21 @@ def test_a_sequence_that_does_not_fit_is_refused_by_name_with_both_numbers_R2(
     with pytest.raises(Rejected) as caught:
         check_lengths(lengths, length_max=64, token_budget=32)
     assert all(word in str(caught.value) for word in words)
+
+
+@given(
+    lengths=st.lists(st.integers(2, 50), min_size=1, max_size=60),
+    token_budget=st.integers(50, 400),
+    count=st.integers(1, 5),
+)
+def test_ranks_share_every_sequence_once_evenly_and_one_rank_packs_as_ever_R14(
+    lengths: list[int], token_budget: int, count: int
+) -> None:
+    shares = [share(lengths, token_budget, rank, count) for rank in range(count)]
+    assert sorted(index for batches, _ in shares for batch in batches for index in batch) == list(range(len(lengths)))
+    assert {most for _, most in shares} == {max(len(batches) for batches, _ in shares)}
+    for batches, _ in shares:
+        assert all(len(batch) * max(lengths[index] for index in batch) <= token_budget for batch in batches)
+    tokens = [sum(lengths[index] for batch in batches for index in batch) for batches, _ in shares]
+    assert max(tokens) - min(tokens) <= max(lengths), "no rank has more than a sequence beyond another"
+    assert share(lengths, token_budget)[0] == pack(lengths, token_budget)
