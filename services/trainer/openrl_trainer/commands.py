@@ -10,6 +10,7 @@ import msgspec
 
 from openrl_common.wire import AnyTrainRequest, TrainResult
 from openrl_trainer.engine import JobSettings
+from openrl_trainer.shortage import Shortage
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -27,13 +28,14 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class MakeEngine(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """``home``, ``token_budget`` and ``device_bytes`` as in EngineSettings. Answer: empty, or why it is refused."""
+    """``home``, ``token_budget``, ``device_bytes`` as in EngineSettings. Answer: empty, or why it is refused."""
 
     key: str
     job: JobSettings
     home: str
     token_budget: int
     device_bytes: int
+    shortage: Shortage
 
 
 class Apply(msgspec.Struct, frozen=True, kw_only=True, tag=True):

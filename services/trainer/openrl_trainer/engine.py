@@ -52,10 +52,13 @@ from openrl_trainer.optimizer import Adam, gradient_norm
 from openrl_trainer.packing import share
 from openrl_trainer.passes import Budget, MemoryShort, Passes
 from openrl_trainer.ranks import Ranks
+from openrl_trainer.shortage import Shortage, leave
 from openrl_trainer.state_file import OPTIMIZER_SECTIONS, SECTIONS, State, read_state, write_state
 from openrl_trainer.weights_out import VersionRequest, VersionWriter, copy_weights, host_copy, remove_old_versions
 
 log = logging.getLogger(__name__)
+
+_ADVICE = "lower OPEN_RL_TRAIN_TOKEN_BUDGET or declare more device memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +138,7 @@ class TrainEngine:
         budget = settings.token_budget or self.memory.token_budget(settings.device_bytes)
         self.token_budget = min(self._ranks.exchange(budget))
         self.halved_to = 0
+        self._refused_seq = 0
 
     def close(self) -> None:
         """Give the adapter's memory back. The engine is not used after it."""
@@ -195,13 +199,18 @@ class TrainEngine:
         The whole request and not its failing micro-batch alone: its result then names the one budget that it was
         packed under, and a replay takes the same path (R5).
         """
+        if request.seq == self._refused_seq:
+            raise _OutOfMemory(f"out of memory with {self.token_budget} tokens a pass: {_ADVICE}")
         while True:
             try:
                 return (yield from self._run(request))
             except MemoryShort as error:
                 reason = str(error)
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-                if self._ranks.count > 1 or not is_out_of_memory(error):
+                if not is_out_of_memory(error):
+                    raise
+                if self._ranks.count > 1:
+                    self._leave_note(request)
                     raise
                 reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
             # Out of the except block: its traceback kept the tensors of the failed pass.
@@ -209,9 +218,20 @@ class TrainEngine:
                 torch.cuda.empty_cache()
             had = self.token_budget
             if not self._halve_budget(request):
-                advice = "lower OPEN_RL_TRAIN_TOKEN_BUDGET or declare more device memory"
-                raise _OutOfMemory(f"out of memory with {had} tokens a pass: {advice} ({reason})")
+                raise _OutOfMemory(f"out of memory with {had} tokens a pass: {_ADVICE} ({reason})")
             log.warning("out of memory with %d tokens a pass, %d from now on: %s", had, self.token_budget, reason)
+
+    def _leave_note(self, request: AnyTrainRequest) -> None:
+        """The group ends here; its next life goes on as one device would (shortage.py)."""
+        refused_seq = 0 if self._halve_budget(request) else request.seq
+        shortage = Shortage(halved_to=self.halved_to, refused_seq=refused_seq)
+        directory = checkpoint_directory(self._settings.home, self.job.tenant, self.job.job, self.job.incarnation)
+        leave(directory, self._ranks.rank, shortage)
+
+    def recall(self, shortage: Shortage) -> None:
+        """What earlier lives of this job's ranks were short of."""
+        self._adopt(shortage.halved_to)
+        self._refused_seq = shortage.refused_seq
 
     def _halve_budget(self, request: AnyTrainRequest) -> bool:
         """Half of what the largest pass of this request had, but not less than its longest sequence; once."""

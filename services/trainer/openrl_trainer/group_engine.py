@@ -11,10 +11,12 @@ from collections.abc import Generator
 import msgspec
 
 from openrl_common.wire import AnyTrainRequest, DeleteState, ListStates, TrainResult
+from openrl_trainer.checkpoints import checkpoint_directory
 from openrl_trainer.commands import Apply, Close, CopyState, MakeEngine, Restore, verdict
 from openrl_trainer.engine import EngineSettings, JobSettings, Outcome, TrainEngine
 from openrl_trainer.group import Group
 from openrl_trainer.model import BaseModel
+from openrl_trainer.shortage import found
 from openrl_trainer.state_file import State
 
 
@@ -24,14 +26,21 @@ class GroupEngine(TrainEngine):
     def __init__(self, base: BaseModel, job: JobSettings, settings: EngineSettings, group: Group) -> None:
         self._group = group
         self._key = f"{job.tenant}.{job.job}.{job.incarnation}"
+        directory = checkpoint_directory(settings.home, job.tenant, job.job, job.incarnation)
         make = MakeEngine(
             key=self._key,
             job=job,
             home=str(settings.home),
             token_budget=settings.token_budget,
             device_bytes=settings.device_bytes,
+            shortage=found(directory),
         )
-        group.together(make, lambda: super(GroupEngine, self).__init__(base, job, settings, group.ranks))
+
+        def begin() -> None:
+            super(GroupEngine, self).__init__(base, job, settings, group.ranks)
+            self.recall(make.shortage)
+
+        group.together(make, begin)
 
     def steps(self, request: AnyTrainRequest, stored: TrainResult | None = None) -> Generator[None, None, Outcome]:
         own = super().steps(request, stored)

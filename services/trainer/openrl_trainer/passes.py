@@ -146,7 +146,7 @@ class Passes:
             except Rejected as error:
                 mine.refusal = mine.refusal or error
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-                # The others of a sharded pass wait for this rank in the middle of it: nobody can go on (group.py).
+                # The others of a sharded pass wait for this rank in the middle of it: nobody can go on (shortage.py).
                 if sharding is not None or not is_out_of_memory(error):
                     raise
                 mine.memory_short = str(error).strip().partition("\n")[0][:300] or type(error).__name__

@@ -41,7 +41,9 @@ class Rank:
                         token_budget=command.token_budget,
                         device_bytes=command.device_bytes,
                     )
-                    self._engines[command.key] = TrainEngine(self._base, command.job, settings, self._ranks)
+                    engine = TrainEngine(self._base, command.job, settings, self._ranks)
+                    engine.recall(command.shortage)
+                    self._engines[command.key] = engine
                 case Apply():
                     return self._apply(command)
                 case CopyState():
@@ -49,8 +51,8 @@ class Rank:
                 case Restore():
                     self._engines[command.key].restore(None, command.version, command.halved_to)
                 case Close():
-                    if (engine := self._engines.pop(command.key, None)) is not None:
-                        engine.close()
+                    if command.key in self._engines:
+                        self._engines.pop(command.key).close()
                     return None
                 case _:
                     raise Bug(f"{type(command).__name__} is no command for a rank that has begun")

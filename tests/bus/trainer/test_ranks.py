@@ -211,3 +211,47 @@ async def test_a_rank_killed_in_the_middle_ends_the_group_and_the_next_one_comes
     quiet, hit = ends
     assert quiet.keys() == hit.keys()
     assert [name for name in quiet if quiet[name] != hit[name]] == []
+
+
+@pytest.mark.long
+async def test_a_rank_short_of_memory_in_a_sharded_pass_halves_everybodys_budget_in_the_next_life_R14_R2_R5(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPEN_RL_TRAIN_TOKEN_BUDGET", "60000")
+    workload = await world.workload(JobKind.FFT, "tight", devices=2)
+    await world.job("tight", JobKind.FFT, workload)
+    process = await world.start(workload, "tight-1")
+    assert (await world.ask("tight", learn(1, POLICY))).error is None
+    (other,) = [child for child in psutil.Process(process.pid).children() if "openrl_trainer.rank" in child.cmdline()]
+    room = other.memory_info().vms + (64 << 20)  # the request itself fits, its pass does not
+    other.rlimit(psutil.RLIMIT_AS, (room, room))
+    await world.send("tight", learn(2, data(2, 1500, length=60)))
+    assert await asyncio.to_thread(process.wait, 60) == 1
+    assert "can't allocate memory" in (world.home / "tight-1.log").read_text()
+    await world.start(workload, "tight-2")
+    result = await world.answer()
+    while result.seq != 2:
+        result = await world.answer()
+    assert result.error is None
+    assert result.metrics["token_budget"] == result.metrics["halved_to"] == 750 * 60 / 2
+
+
+@pytest.mark.long
+async def test_a_data_parallel_rank_short_of_memory_halves_everybodys_budget_at_once_R14_R2(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPEN_RL_TRAIN_TOKEN_BUDGET", "60000")
+    workload = await world.workload(JobKind.LORA, "tight", devices=2)
+    await world.job("tight", JobKind.LORA, workload)
+    process = await world.start(workload, "tight-1")
+    assert (await world.ask("tight", learn(1, POLICY))).error is None
+    (other,) = [child for child in psutil.Process(process.pid).children() if "openrl_trainer.rank" in child.cmdline()]
+    unlimited = other.rlimit(psutil.RLIMIT_AS)
+    room = other.memory_info().vms + (64 << 20)
+    other.rlimit(psutil.RLIMIT_AS, (room, unlimited[1]))
+    result = await world.ask("tight", learn(2, data(2, 1500, length=60)))
+    assert result.metrics["halved_to"] == 750 * 60 / 2, "whether half of it fits or not"
+    other.rlimit(psutil.RLIMIT_AS, unlimited)
+    for request in (learn(3, POLICY), step(4)):
+        assert (await world.ask("tight", request)).error is None
+    assert process.poll() is None
