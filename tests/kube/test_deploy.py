@@ -165,7 +165,8 @@ def test_K9_the_cell_scripts_print_every_command_and_pass_shellcheck(tmp_path: P
     if shutil.which("shellcheck") is None:
         pytest.skip("no shellcheck here (Debian has it): the scripts ran, they were not linted")
     scripts = [str(path) for path in CLOUD.glob("*.sh")]
-    subprocess.run(["shellcheck", "-x", *scripts, str(ROOT / ".ci" / "run")], check=True)
+    scripts += [str(ROOT / ".ci" / "run"), *map(str, (ROOT / "scripts").glob("*.sh"))]
+    subprocess.run(["shellcheck", "-x", *scripts], check=True)
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -184,18 +185,30 @@ def test_K8_each_service_has_an_image_that_passes_hadolint(service: str) -> None
 
 @pytest.mark.docker
 @pytest.mark.timeout(600)
-def test_K8_a_control_services_image_builds_where_an_engine_and_a_base_image_are() -> None:
+@pytest.mark.parametrize("service", ["ledger", "placement", "launcher"])
+def test_K8_a_control_services_image_builds_where_an_engine_and_a_base_image_are(service: str) -> None:
+    """And runs as its pod does: not root, nothing of its file system written, no capability, no network."""
     host, base = os.environ.get("DOCKER_HOST", ""), os.environ.get("OPENRL_TEST_BASE_IMAGE", "")
     if not host or not base:
-        pytest.skip("no Docker engine on DOCKER_HOST, or no base image in OPENRL_TEST_BASE_IMAGE (python:3.11-slim …)")
+        pytest.skip(
+            "no Docker engine on DOCKER_HOST, or no base image with Python 3.11 in OPENRL_TEST_BASE_IMAGE "
+            "(python:3.11-slim where a registry answers, else scripts/base_image.sh makes one)"
+        )
     docker = pytest.importorskip("docker")
     client = docker.from_env(timeout=600)
     image, _ = client.images.build(
         path=str(ROOT),
-        dockerfile="services/ledger/Dockerfile",
+        dockerfile=f"services/{service}/Dockerfile",
         buildargs={"BASE": base},
-        tag="openrl-test/ledger",
+        network_mode="host",
+        tag=f"openrl-test/{service}",
         rm=True,
     )
-    answer = client.containers.run(image, ["--help"], remove=True)
-    assert b"--max-seats-per-claim" in answer
+    assert image.attrs["Config"]["User"] == "65532:65532"
+    locked = {"read_only": True, "cap_drop": ["ALL"], "network_mode": "none", "remove": True}
+    answer = client.containers.run(image, ["--help"], **locked)
+    assert {"ledger": b"--max-seats-per-claim", "placement": b"--verdict-wait", "launcher": b"--dra-driver"}[
+        service
+    ] in answer
+    heavy = "import importlib.util as u; print([n for n in ('torch', 'vllm') if u.find_spec(n)])"
+    assert client.containers.run(image, ["-c", heavy], entrypoint="python", **locked) == b"[]\n"
