@@ -409,6 +409,7 @@ class Invariants:
             return  # fenced this very moment
         self._expect(context.lease_held, f"{launch.assignment} touches its device although its lease lapsed (B5, B7)")
         worker.resident = True
+        worker.claim = worker.claim or self.claim_of(worker)  # else it started as the ledger's bucket was lost
         if not context.turns.on:
             return
         record: TurnRecord = self.truth.one("$KV.openrl_turns.", worker.claim) or TurnRecord()

@@ -145,10 +145,9 @@ class SimulatedNetwork(Network):
 
     def delay_s(self) -> float:
         draw = self._draw()
-        weather = self.weather
-        if draw >= weather.slow:
-            return 0.0005 + 0.002 * self._draw()
-        return (3.0 if draw < weather.very_slow else 0.06) * self._draw()
+        if draw >= self.weather.slow:
+            return 0.0005 + 0.002 * draw
+        return (3.0 if draw < self.weather.very_slow else 0.06) * self._draw()
 
     def ask(self, bus: MemoryBus, apply: Callable[[], Any], answer: asyncio.Future[Any], timeout_s: float) -> None:
         if bus.cut_off:
@@ -364,6 +363,7 @@ class Machine:
         self._world.invariants.worker_starts(started)
         self.workers[started.pid] = started
         process.run(lambda bus: self._work(started, bus))
+        self._world.launched(parent)
         return self._handle(started)
 
     def log_path(self, launch: Launch) -> Path:

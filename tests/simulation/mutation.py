@@ -1,4 +1,8 @@
-"""Break one rule on purpose: a function with one piece of its source replaced, for the length of a test."""
+"""Break one rule on purpose: a function with one piece of its source replaced, for the length of a test.
+
+``python -m simulation.mutation WORDS FIRST:END`` says which of these seeds catch the mutants with these words in their
+names, and how: where schedules have changed, a mutant may need others than it had.
+"""
 
 from __future__ import annotations
 import __future__
@@ -43,3 +47,23 @@ def mutated(function: Callable[..., Any], old: str, new: str) -> Iterator[None]:
     finally:
         for place, name in places:
             setattr(place, name, function)
+
+
+def main() -> int:
+    from simulation.run import simulate
+    from simulation.test_mutants import MUTANTS
+
+    words, seeds = sys.argv[1], range(*map(int, sys.argv[2].split(":")))
+    found = 0
+    for mutant in (each for each in MUTANTS if words in each.name):
+        with mutant.broken():
+            for seed in seeds:
+                violation = simulate(seed).violation
+                if violation:
+                    found += 1
+                    print(f"{mutant.name}: seed {seed}: {violation}", flush=True)
+    return 0 if found else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

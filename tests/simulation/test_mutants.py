@@ -7,7 +7,7 @@ with a directed stall: handlers of the ledger's core advanced one step at a time
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from openrl_common.events import SeatBooked, SeatReleased, WorkerGone
 from openrl_common.records import ClaimEntry, ClaimState, LeaseRecord, LeaseState, SeatState
 from openrl_common.turns import Turns
+from openrl_launcher import core as launcher_core
 from openrl_launcher import leases
 from openrl_launcher.claims import Claims
 from openrl_launcher.workers import Workers
@@ -24,6 +25,7 @@ from openrl_ledger.core.nodes import NodeWatch
 from openrl_ledger.core.ops import Read, Table, Write
 from openrl_placement import waiting
 from simulation.mutation import mutated
+from simulation.plan import draw_plan
 from simulation.run import simulate
 from unit.ledger.test_booking import booked, founded, gone, release, request
 from unit.ledger.world import Handler, World
@@ -41,6 +43,21 @@ class Mutant:
     also: tuple[tuple[Callable[..., Any], str, str], ...] = field(default=())
     seeds: Iterable[int] = range(60)
 
+    def broken(self) -> contextlib.ExitStack:
+        """The rule, left out for as long as this is entered."""
+        return broken((self.function, self.old, self.new), *self.also)
+
+
+def broken(*mutations: tuple[Callable[..., Any], str, str]) -> contextlib.ExitStack:
+    stack = contextlib.ExitStack()
+    for mutation in mutations:
+        stack.enter_context(mutated(*mutation))
+    return stack
+
+
+def _seeds_with(fault: str, seeds: range) -> Iterator[int]:
+    return (seed for seed in seeds if any(each.what == fault for each in draw_plan(seed).faults))
+
 
 MUTANTS = [
     Mutant(
@@ -52,6 +69,7 @@ MUTANTS = [
         also=(
             (booking._read_joinable, "join_refusal(claim, shape, environment.limit)", "join_refusal(claim, shape, 0)"),
         ),
+        seeds=range(80, 200),
     ),
     Mutant(
         "P3 nothing is looked at when joining",
@@ -66,6 +84,7 @@ MUTANTS = [
                 '""',
             ),
         ),
+        seeds=range(50, 120),
     ),
     Mutant(
         "L4 the seat is emptied although the claim still lists it",
@@ -189,6 +208,14 @@ MUTANTS = [
         ("T2",),
     ),
     Mutant(
+        "L7 a device is freed under a process whose claim nobody knows",
+        launcher_core._occupied,
+        "worker.status is not Status.GONE",
+        'worker.status is not Status.GONE and worker.claim != ""',
+        ("invariant 5",),
+        seeds=tuple(_seeds_with("orphan", range(2000))),
+    ),
+    Mutant(
         "S7 a refusal is remembered for ever",
         waiting._was_refused,
         "and now - refused[1] < REFUSED_S",
@@ -202,10 +229,7 @@ MUTANTS = [
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
 def test_a_broken_rule_is_caught_by_a_schedule(mutant: Mutant) -> None:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mutated(mutant.function, mutant.old, mutant.new))
-        for also in mutant.also:
-            stack.enter_context(mutated(*also))
+    with mutant.broken():
         for seed in mutant.seeds:
             violation = simulate(seed).violation
             if violation:
@@ -264,13 +288,6 @@ def reads(table: Table) -> Callable[[Any], bool]:
 def strict_world(limit: int = 3) -> tuple[Strict, SeatBooked]:
     world = Strict(limit=limit, devices=4, host_gib=200)
     return world, founded(world, "w1")
-
-
-def broken(*mutations: tuple[Callable[..., Any], str, str]) -> contextlib.ExitStack:
-    stack = contextlib.ExitStack()
-    for mutation in mutations:
-        stack.enter_context(mutated(*mutation))
-    return stack
 
 
 def repair_of(world: World, kind: str, workload: str) -> Handler:
