@@ -478,6 +478,18 @@ class WeightsRejected(_WeightsEvent, frozen=True, kw_only=True, tag="weights.rej
     why: str
 
 
+class SamplerDisagreed(_WeightsEvent, frozen=True, kw_only=True, tag="weights.disagreed.v1"):
+    """On this version the sampler's log-probabilities are further from the trainer's than is allowed (V12)."""
+
+    SOURCE: ClassVar[str] = "sampler"
+    FACT: ClassVar[str] = "disagreed"
+    IDENTITY: ClassVar[tuple[str, ...]] = ("tenant", "job", "incarnation", "version", "assignment")
+    assignment: str
+    mean: float
+    max: float
+    limit: float
+
+
 AnyEvent = (
     JobSubmitted
     | JobCancelled
@@ -516,6 +528,7 @@ AnyEvent = (
     | WeightsReady
     | WeightsApplied
     | WeightsRejected
+    | SamplerDisagreed
 )
 
 EVENT_DECODER: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)

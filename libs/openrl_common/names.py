@@ -78,5 +78,10 @@ def cancel_subject(tenant: str, runtime: str) -> str:
     return query_subject("sampler", f"{tenant}.{runtime}.cancel")
 
 
+def agreement_subject(tenant: str, runtime: str) -> str:
+    """What clients measured of a runtime's samplers against its trainer (V12)."""
+    return query_subject("sampler", f"{tenant}.{runtime}.agreement")
+
+
 def query_subject(service: str, query: str) -> str:
     return f"openrl.q.{service}.{query}"

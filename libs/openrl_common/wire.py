@@ -186,6 +186,33 @@ class CancelSample(Wire, frozen=True, kw_only=True):
     request: str
 
 
+class Agreement(Wire, frozen=True, kw_only=True):
+    """How far the sampler's log-probabilities are from the trainer's, on one version and the same tokens (V12).
+
+    Attributes:
+        num_tokens: sampled at temperature 1 with ``version`` alone.
+        mean, max: of the absolute difference of a token's two log-probabilities, in nats.
+        kl: k3 estimate of KL(sampler ‖ trainer) a token: mean of ``exp(d) - 1 - d``, d = trainer - sampler
+            (Schulman 2020, "Approximating KL Divergence").
+    """
+
+    tenant: str
+    job: str
+    incarnation: int
+    version: int
+    num_tokens: int
+    mean: float
+    max: float
+    kl: float
+
+
+class AgreementVerdict(Wire, frozen=True, kw_only=True):
+    """A sampler's answer: ``limit`` of the mean difference (``--agreement-limit``, 0: none); is it above?"""
+
+    limit: float
+    above: bool
+
+
 class Sequence(Wire, frozen=True, kw_only=True):
     """One completion: ``tokens``, their ``logprobs`` and the weights ``versions`` that produced each; why it ended.
 

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
 RECIPE = RecipeSettings(
     sft=SftSettings(steps=120, batch=64, learning_rate=2e-3),
-    grpo=GrpoSettings(steps=6, prompts=8, samples=8, learning_rate=3e-4, max_tokens=9, lag=1),
+    grpo=GrpoSettings(steps=6, prompts=8, samples=8, learning_rate=3e-4, max_tokens=9, lag=1, agreement_every=3),
     evaluation_samples=600,
 )
 CLEAN = LetterTask("sort", noise=0.0)
@@ -97,6 +97,9 @@ async def test_a_job_ends_with_a_higher_reward_though_every_control_service_is_k
     lines = [msgspec.json.decode(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()]
     steps_written = [(line["recipe"], line["step"]) for line in lines if line["recipe"] != "evaluate"]
     assert len(steps_written) == len(set(steps_written)) == RECIPE.sft.steps + RECIPE.grpo.steps
+    agreements = [line["agreement"] for line in lines if line.get("agreement")]
+    assert len(agreements) == 2
+    assert all(one["tokens"] > 8 and one["max"] < 1e-3 for one in agreements), "V12: sampler and trainer, float32"
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in workers)
 
 

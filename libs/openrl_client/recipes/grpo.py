@@ -3,6 +3,7 @@
     for each step:  samples, rewards → advantages over each prompt's group → forward_backward(ppo, ratio against the
                     sampler's own log-probabilities) · optim_step · publish_weights
 
+Every ``agreement_every`` steps sampler and trainer are compared on the weights just published (V12; 0: never).
 ``lag`` 1: a step trains on samples of the weights one update older (the ratio corrects for it); 0: strictly on-policy.
 No KL penalty, one update a batch. Groups without signal are left out of the pass but count in the normalizer.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from openrl_client.agreement import measure
 from openrl_client.errors import Rejected
 from openrl_client.job import Job
 from openrl_client.metrics import Metrics, Stopwatch
@@ -24,6 +26,8 @@ from openrl_client.recipes.data import batches, group_advantages, policy_datum, 
 from openrl_client.tasks import Example, Task, reward_of
 from openrl_client.tokenizer import Tokenizer
 from openrl_common.wire import AdamParams, Datum, SamplingParams
+
+AGREEMENT_PROMPTS = 4
 
 
 class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,12 +43,14 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     max_tokens: int = 64
     lag: int = 1
+    agreement_every: int = 25
     seed: int = 0
 
 
 class Batch(msgspec.Struct):
     """The samples of one step, scored."""
 
+    prompts: list[list[int]]
     data: list[Datum]
     rewards: list[float]
     num_tokens: int
@@ -82,6 +88,10 @@ async def grpo(
                 trained, version = await _update(job, settings, step, batch, version)
             if not settings.lag and not last:
                 sampling = asyncio.create_task(_collect(job, task, tokenizer, settings, prompts, version))
+            agreement = None
+            if settings.agreement_every and step % settings.agreement_every == 0:
+                with watch("agreement"):
+                    agreement = await _agreement(job, tokenizer, settings, batch, version)
             line = metrics.write(
                 recipe="grpo",
                 step=step,
@@ -92,6 +102,7 @@ async def grpo(
                 ratio_max=trained.get("ratio_max"),
                 grad_norm=trained.get("grad_norm"),
                 tokens=batch.num_tokens,
+                agreement=agreement,
                 seconds={**batch.seconds, **watch.rounded()},
                 versions={"sampled": batch.versions, "published": version},
             )
@@ -125,6 +136,17 @@ async def _update(
     return trained, published
 
 
+async def _agreement(
+    job: Job, tokenizer: Tokenizer, settings: GrpoSettings, batch: Batch, version: int
+) -> dict[str, float]:
+    """Nothing has been trained since ``version``: the next update is asked for after this."""
+    found = await measure(
+        job, batch.prompts[:AGREEMENT_PROMPTS], version=version, max_tokens=settings.max_tokens,
+        stop_token_ids=tokenizer.eos_ids,
+    )  # fmt: skip
+    return {"mean": found.mean, "max": found.max, "kl": found.kl, "tokens": found.num_tokens}
+
+
 async def _collect(
     job: Job, task: Task, tokenizer: Tokenizer, settings: GrpoSettings, prompts: Iterator[list[Example]], version: int
 ) -> Batch:
@@ -140,7 +162,7 @@ async def _collect(
     )
     with watch("sample"):
         result = await job.sample(encoded, params, at_least=version)
-    batch = Batch(data=[], rewards=[], num_tokens=0, versions=[], seconds={})
+    batch = Batch(prompts=encoded, data=[], rewards=[], num_tokens=0, versions=[], seconds={})
     versions: set[int] = set()
     with watch("reward"):
         for example, prompt, sequences in zip(examples, encoded, result.sequences, strict=True):

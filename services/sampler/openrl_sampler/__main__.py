@@ -94,6 +94,13 @@ SAMPLER_SETTINGS = (
         help="An engine that takes longer over one step is dead: its requests go elsewhere, the process ends."
         " 0 = never.",
     ),
+    settings.setting(
+        "--agreement-limit",
+        type=click.FloatRange(min=0.0),
+        default="0.05",
+        help="Mean difference of a token's log-probability, sampler against trainer, above which it is said; 0 = never."
+        " bfloat16 explains 0.03, float32 0.0001.",
+    ),
     PREFETCH,
 )
 

@@ -39,6 +39,19 @@ class Metrics:
             registry=registry,
         )
 
+        self.logprob_difference = Gauge(
+            "openrl_sampler_logprob_difference",
+            "Sampler against trainer on one version and the same tokens, nats a token, as last measured: mean, max.",
+            ["statistic"],
+            registry=registry,
+        )
+        self.logprob_limit = Gauge(
+            "openrl_sampler_logprob_difference_limit", "The limit of the mean difference; 0: none.", registry=registry
+        )
+        self.disagreements = Counter(
+            "openrl_sampler_disagreements", "Measurements whose mean difference was above the limit.", registry=registry
+        )
+
     def count_update(self, applied: Applied) -> None:
         self.updates.labels("applied").inc()
         self.update_seconds.observe(applied.seconds)

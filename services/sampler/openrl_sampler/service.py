@@ -29,6 +29,7 @@ from openrl_common.weights import WEIGHTS_FORMATS
 from openrl_common.wire import SamplingParams
 from openrl_common.worker import WorkerContext, WorkerSettings
 from openrl_sampler.admission import Limits
+from openrl_sampler.agreement import AgreementKeeper
 from openrl_sampler.engine import Engine, GenerateCall
 from openrl_sampler.engine_loop import EngineLoop
 from openrl_sampler.engines import EngineSettings, check_workload, import_engine, make_engine
@@ -62,6 +63,7 @@ class SamplerSettings(WorkerSettings):
     vllm_cache_directory: Path | None
     vllm_cache_hostpath: Path | None
     engine_stuck_after_s: float
+    agreement_limit: float
     prefetch: str
 
 
@@ -183,6 +185,7 @@ class Sampler:
         context.service.checks["engine step"] = watch.check
         loop = EngineLoop(context, engine, requests, self._weights, self._in_thread, watch, self._wake)
         await requests.hear_cancellations()
+        await AgreementKeeper(context, config.agreement_limit, self._weights, self._metrics).serve()
         consume = context.bus.consume(
             stream="OPENRL_SAMPLE",
             durable=context.workload.workload,  # <tenant>--<runtime>--sampler: no two runtimes share one

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypedDict, TypeVar
 
 from openrl_common.errors import Rejected, Transient
-from openrl_common.events import WeightsApplied, WeightsRejected
+from openrl_common.events import SamplerDisagreed, WeightsApplied, WeightsRejected
 from openrl_common.records import JobKind, JobRecord, WeightsRecord
 from openrl_common.store import Entry, Mirror
 from openrl_common.weights import read_manifest
@@ -30,6 +30,7 @@ from openrl_sampler.updates import Failure, due, failed, job_key, next_retry_at
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _ANNOUNCEMENTS_MAX = 256
+Announcement = WeightsApplied | WeightsRejected | SamplerDisagreed
 
 
 class InThread(Protocol):
@@ -61,7 +62,7 @@ class WeightsKeeper:
         self._records: dict[str, WeightsRecord] = {}
         self._failures: dict[str, Failure] = {}
         self._served: frozenset[str] = frozenset()
-        self._announcements: asyncio.Queue[WeightsApplied | WeightsRejected | None] = asyncio.Queue(_ANNOUNCEMENTS_MAX)
+        self._announcements: asyncio.Queue[Announcement | None] = asyncio.Queue(_ANNOUNCEMENTS_MAX)
         self._mirrors: list[Mirror[Any]] = []
         self.blocked: set[str] = set()
         """Job keys whose update waits for running calls that insist on the present version."""
@@ -160,7 +161,7 @@ class WeightsKeeper:
             self._failures[key] = failed(self._failures.get(key), record.version, str(error), time.time())
             self._metrics.updates.labels("rejected").inc()
             log.warning("weights rejected job=%s version=%d: %s", key, record.version, error)
-            self._announce_later(WeightsRejected(why=str(error), assignment=assignment, **identity))
+            self.announce_later(WeightsRejected(why=str(error), assignment=assignment, **identity))
             return
         self._failures.pop(key, None)
         self._metrics.count_update(applied)
@@ -168,7 +169,7 @@ class WeightsKeeper:
             "weights applied job=%s version=%d format=%s seconds=%.3f peak_extra_bytes=%d touched_share=%.4f",
             key, record.version, record.format, applied.seconds, applied.peak_extra_bytes, applied.touched_share,
         )  # fmt: skip
-        self._announce_later(
+        self.announce_later(
             WeightsApplied(
                 assignment=assignment, seconds=applied.seconds, peak_extra_bytes=applied.peak_extra_bytes, **identity
             )
@@ -176,7 +177,7 @@ class WeightsKeeper:
 
     # --- announcements -------------------------------------------------------------------------------------------
 
-    def _announce_later(self, event: WeightsApplied | WeightsRejected) -> None:
+    def announce_later(self, event: Announcement) -> None:
         if self._announcements.qsize() < _ANNOUNCEMENTS_MAX - 1:  # one place is kept for the end mark
             self._announcements.put_nowait(event)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,8 +21,9 @@ from sampler_support import save_full_version, save_lora_version, save_model
 
 from openrl_common import streams
 from openrl_common.bus import Bus
-from openrl_common.events import WeightsApplied, WeightsRejected
-from openrl_common.names import SHARED, cancel_subject, sample_subject, workload_id
+from openrl_common.errors import Rejected
+from openrl_common.events import SamplerDisagreed, WeightsApplied, WeightsRejected
+from openrl_common.names import SHARED, agreement_subject, cancel_subject, sample_subject, workload_id
 from openrl_common.nats_server import NatsServer
 from openrl_common.records import (
     JobKind,
@@ -37,6 +40,8 @@ from openrl_common.records import (
 )
 from openrl_common.wire import (
     SAMPLE_RESULT_DECODER,
+    Agreement,
+    AgreementVerdict,
     CancelSample,
     ErrorInfo,
     SampleRequest,
@@ -314,6 +319,43 @@ async def test_v9_lora_jobs_come_and_go_each_with_its_own_adapter(world: World) 
     await world.start(workload, "a2")
     await world.ready("a2")
     assert versions(await world.sample(job="b")) == {1}
+
+
+async def test_v12_a_sampler_that_is_told_it_disagrees_with_the_trainer_says_so(world: World) -> None:
+    """V12: metrics of what was measured; above the limit an event and a line in the ready record, until mended."""
+    workload = await world.workload(JobKind.FFT, ("t.j",))
+    await world.start(workload, "a1", "--agreement-limit", "0.02")
+    await world.ready("a1")
+
+    async def tell(mean: float, **changes: Any) -> AgreementVerdict:
+        measured = Agreement(
+            tenant="t", job="j", incarnation=1, version=7, num_tokens=128, mean=mean, max=3 * mean, kl=mean**2
+        )
+        measured = msgspec.structs.replace(measured, **changes)
+        return await world.bus.request(agreement_subject(*world.runtime), measured, AgreementVerdict)
+
+    with pytest.raises(Rejected, match=r"t\.stranger\.1 is not served"):
+        await tell(0.1, job="stranger")
+    assert await tell(0.3) == AgreementVerdict(limit=0.02, above=True)
+    event = await world.next_event(SamplerDisagreed)
+    assert (event.job, event.version, event.mean, event.limit) == ("j", 7, 0.3, 0.02)
+    assert "mean 0.30000, max 0.90000 over 128 tokens, above" in (await world.ready("a1")).detail["agreement"]
+    assert await tell(0.01, version=8) == AgreementVerdict(limit=0.02, above=False)
+    assert "above" not in (await world.ready("a1")).detail["agreement"]
+    figures = await asyncio.to_thread(_metrics, world.home / "a1.log")
+    assert figures['openrl_sampler_logprob_difference{statistic="mean"}'] == 0.01
+    assert figures['openrl_sampler_logprob_difference{statistic="max"}'] == pytest.approx(0.03)
+    assert figures["openrl_sampler_logprob_difference_limit"] == 0.02
+    assert figures["openrl_sampler_disagreements_total"] == 1
+
+
+def _metrics(log: Path) -> dict[str, float]:
+    """Of the process that wrote this log."""
+    found = re.search(r"health_port=(\d+)", log.read_text())
+    assert found is not None
+    with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/metrics", timeout=5.0) as answer:
+        lines = [line.rpartition(" ") for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in lines}
 
 
 async def test_v11_a_killed_sampler_leaves_its_requests_to_the_next(world: World) -> None:
