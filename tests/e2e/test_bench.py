@@ -21,10 +21,10 @@ FIGURES = {
 CONTROL_SERVICE_MB_MAX = 120
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+def bench(*arguments: str, timeout_s: float = 150) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(Path(sys.executable).parent / "openrl"), "bench", *arguments],
-        capture_output=True, text=True, timeout=150, check=False,
+        capture_output=True, text=True, timeout=timeout_s, check=False,
     )  # fmt: skip
 
 
@@ -60,6 +60,22 @@ def test_W1_bench_seats_prints_every_figure_and_the_first_in_line_takes_each_fre
     for service in ("ledger", "placement"):
         assert report["memory"][service]["rss_mb"] < CONTROL_SERVICE_MB_MAX
     assert not list(store.iterdir()), "the store is removed afterwards"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(320)
+def test_V12_bench_sampler_prints_every_figure_and_sampler_and_trainer_agree() -> None:
+    answer = bench("sampler", "--json", "--seconds", "0.5", "--clients", "1,3", "--max-tokens", "8", timeout_s=300)
+    assert answer.returncode == 0, answer.stderr
+    report = json.loads(answer.stdout)
+    assert [level["clients"] for level in report["levels"]] == [1, 3]
+    for level in report["levels"]:
+        assert level["requests"] >= level["clients"]
+        assert 0 < level["p50_ms"] <= level["p99_ms"]
+        assert level["tokens_per_s"] >= level["requests_per_s"] > 0
+        assert level["cpu_ms_per_token"] > 0
+    assert report["agreement"]["num_tokens"] >= 16
+    assert report["agreement"]["max"] < 1e-3, "float32 on both sides"
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no file system in memory to refuse")

@@ -187,6 +187,31 @@ def coldstart(as_json: bool, **parameters: Any) -> None:
 
 
 @bench.command()
+@click.option("--engine", type=click.Choice(["torch", "vllm", "vllm-cpu"]), default="torch", show_default=True)
+@click.option("--kind", type=click.Choice(["fft", "lora"]), default="fft", show_default=True)
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--model", type=Directory(), default=None, help="A Hugging Face model directory. Default: the demo's.")
+@click.option("--clients", default="1,8,32", show_default=True, help="Clients at once, one request each in flight.")
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=15.0, show_default=True, help="Of each.")
+@click.option("--prompt-tokens", type=WholeNumber(1), default="32", show_default=True, help="Random ones.")
+@click.option("--max-tokens", type=WholeNumber(1), default="32", show_default=True, help="Of a completion.")
+@STORE
+@JSON
+def sampler(
+    store: Path | None, as_json: bool, clients: str, seconds: float, prompt_tokens: int, max_tokens: int, **which: Any
+) -> None:
+    """Requests through the bus to a real sampler: rates and times by clients; how far it is from the trainer."""
+    from openrl_client.bench.sampler import Load, measure
+
+    try:
+        levels = [int(each) for each in clients.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{clients!r}: write for example 1,8,32", param_hint="--clients") from None
+    load = Load(seconds=seconds, clients=levels, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
+    _show(run_async(measure(store, load=load, progress=_progress, **which)), as_json)
+
+
+@bench.command()
 @click.option("--model", type=Directory(), default=None, help="A Hugging Face model directory. Default: the demo's.")
 @click.option("--threads", type=WholeNumber(1), default="2", show_default=True, help="Threads of torch.")
 @JSON
