@@ -33,5 +33,6 @@ REGRESSIONS: dict[int, str] = {
     5417: "a placement that was stopped past its lease admitted a job that its successor had refused (W1)",
     1189: "a worker whose lease lapsed while it came to the device began to work on it",
     34: "a worker came up while the ledger's bucket was lost, took no turns, and went on so after the rebuild (L7, T2)",
+    20404: "a WorkerExited that came twice was acknowledged before what followed from it was written (E6)",
     2027: "a seat came free a moment before its host memory, and a smaller waiter got it before an earlier one (W1)",
 }

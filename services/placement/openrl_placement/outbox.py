@@ -42,7 +42,7 @@ class Outbox:
         self._kept = []
         if not effects:
             return
-        keys = {*effects.workloads, *effects.jobs, *(key for event in effects.events for key in _records_of(event))}
+        keys = _keys(effects)
         before = {tail for key in keys if (tail := self._tails.get(key)) is not None}
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for key in keys:
@@ -64,6 +64,19 @@ class Outbox:
             for key in keys:
                 if self._tails.get(key) is done:
                     del self._tails[key]
+
+    async def settle(self, event: Event) -> None:
+        """Wait until what was decided of this event's records is carried out, by whomever.
+
+        A message that comes twice at once changes nothing the second time, and would be acknowledged while the effects
+        of the first are still on their way: with this process they would be lost (E6). Raises Transient when they were
+        kept.
+        """
+        keys = set(_records_of(event))
+        if under_way := {tail for key in keys if (tail := self._tails.get(key)) is not None}:
+            await asyncio.wait(under_way)
+        if any(keys & _keys(kept) for kept in self._kept):
+            raise Transient(f"what follows from {event.message_id} is not carried out yet")
 
     async def _all(self, steps: list[Any]) -> None:
         if len(steps) == 1:
@@ -110,6 +123,10 @@ class Outbox:
         """
         if self._duty is not None and not self._duty.held:
             raise Transient("this replica's lease has lapsed: it may have been replaced")
+
+
+def _keys(effects: Effects) -> set[str]:
+    return {*effects.workloads, *effects.jobs, *(key for event in effects.events for key in _records_of(event))}
 
 
 def _records_of(event: Event) -> list[str]:

@@ -214,6 +214,7 @@ class Placement:
         else:
             effects = core.decide(self.state, event, time.time())
         await self._outbox.carry_out(effects)
+        await self._outbox.settle(event)
         if self._duty is not None and not self._duty.held:
             raise Transient("this replica may have been replaced meanwhile: its successor has to see this too")
         if isinstance(event, JobCancelled | JobFinished) and self._came_early(event, delivery):
