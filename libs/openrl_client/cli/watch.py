@@ -13,6 +13,7 @@ import click
 import msgspec
 
 from openrl_client.cli.common import Where, clock, connection, machine_readable, run_async, table
+from openrl_client.cli.pod_logs import kubectl_logs, show
 from openrl_client.errors import OpenRLError, Rejected
 from openrl_common.names import short_workload
 
@@ -33,14 +34,26 @@ _HIDDEN = frozenset({"type", "tenant", "job", "workload", "submission", "spec", 
 @click.option("-n", "--lines", type=click.IntRange(0), default=200, show_default=True, help="Last lines first.")
 @connection
 def logs(where: Where, workload: str, follow: bool, lines: int) -> None:
-    """Print the log of WORKLOAD (<job>/trainer, <job>/sampler, a full id) or of a service (placement, ledger …)."""
-    run_async(_logs(where, workload, follow, lines))
+    """Print the log of WORKLOAD (<job>/trainer, <job>/sampler, a full id) or of a service (placement, ledger …).
+
+    A worker on a Kubernetes cluster: its pod's log, through kubectl.
+    """
+    command = run_async(_logs(where, workload, follow, lines))
+    if command is not None and (exit_code := show(command)) != 0:
+        raise SystemExit(exit_code)
 
 
-async def _logs(where: Where, workload: str, follow: bool, num_lines: int) -> None:
+async def _logs(where: Where, workload: str, follow: bool, num_lines: int) -> list[str] | None:
+    """Print the newest file; without one, the command that shows a pod's log."""
     pattern = await _log_pattern(where, workload)
     path = newest(where.home / "logs", pattern)
     if path is None:
+        with contextlib.suppress(OpenRLError, TimeoutError):
+            async with asyncio.timeout(5), where.connect() as client:
+                workers = [entry.value for entry in (await client.bus.store.workers.list()).values()]
+                full = pattern.removesuffix(".*.log")
+                if command := kubectl_logs(workers, full, follow=follow, num_lines=num_lines):
+                    return command
         raise Rejected(
             f"no log of {workload!r} in {where.home / 'logs'}: see `openrl get workloads` for names "
             "(logs are kept on the node that ran the worker)",
@@ -58,7 +71,7 @@ async def _logs(where: Where, workload: str, follow: bool, num_lines: int) -> No
                     break
                 await asyncio.sleep(POLL_INTERVAL_S)
         if not follow or later is None:
-            return
+            return None
         path = later
         num_lines = 1_000_000
 
