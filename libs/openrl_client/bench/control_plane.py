@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from openrl_common.errors import Rejected, Unreachable
 
@@ -251,12 +251,12 @@ def fake_node(
     driver: str,
     host_bytes: int = 512 << 30,
     labels: Mapping[str, str] | None = None,
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     """A kwok node and the ResourceSlice of its devices, as API objects."""
     sizes = list(devices_bytes)
     resources = {"cpu": "128", "memory": str(host_bytes), "pods": "1000"}
     shape = {"openrl.io/device-gib": str(-(-max(sizes) // (1 << 30)))} if sizes else {}
-    node: dict[str, object] = {
+    node: dict[str, Any] = {
         "apiVersion": "v1",
         "kind": "Node",
         "metadata": {
@@ -269,7 +269,7 @@ def fake_node(
     devices = [
         {"name": f"gpu-{index}", "capacity": {"memory": {"value": str(size)}}} for index, size in enumerate(sizes)
     ]
-    resource_slice: dict[str, object] = {
+    resource_slice: dict[str, Any] = {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceSlice",
         "metadata": {"name": f"{name}-gpu"},

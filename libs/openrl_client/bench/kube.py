@@ -54,7 +54,7 @@ _TICK_S = 10.0
 _SENT = "openrl_launcher_api_requests "
 _ARGUMENTS = {
     # the heartbeats of a thousand kubelets are no part of what is compared, and fall due by time, not by pod
-    "kwok": ["--node-lease-duration-seconds=7200"],
+    "kwok": ["--node-lease-duration-seconds=0"],
     "kube-controller-manager": ["--node-monitor-grace-period=4h"],
 }
 
@@ -212,7 +212,7 @@ async def _make_nodes(plane: ControlPlane, api: Any, plan: Plan) -> None:
     await make_nodes(
         api, plan.num_nodes, driver=DRIVER, devices=DEVICES_PER_NODE, device_bytes=DEVICE_BYTES, host_bytes=HOST_BYTES
     )
-    await asyncio.to_thread(plane.kubectl, "wait", "nodes", "--all", "--for=condition=Ready", "--timeout=120s")
+    await asyncio.to_thread(plane.kubectl, "wait", "nodes", "--all", "--for=condition=Ready", "--timeout=170s")
 
 
 async def _baseline(setting: _Setting) -> _Part:
