@@ -34,7 +34,8 @@ from openrl_common.wire import (
     TrainResult,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+LONG = pytest.mark.long
 
 POLICY = data(1, 5) + data(2, 1, length=30)
 OVERFLOWING = [*POLICY, msgspec.structs.replace(POLICY[0], logprobs=[-1e4] * 12)]
@@ -86,7 +87,7 @@ def close(left: torch.Tensor, right: torch.Tensor, tolerance: float) -> bool:
     return torch.allclose(left.float(), right.float(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", ["fft", "lora", pytest.param("masters", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["fft", pytest.param("lora", marks=LONG), pytest.param("masters", marks=LONG)])
 def test_two_ranks_learn_refuse_and_write_as_one_does_and_each_goes_on_from_the_others_state_R14_R6_R8(
     model: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -172,7 +173,7 @@ async def finish(world: World, job: str, first: int, last: int) -> dict[str, byt
     return files | {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("kind", [JobKind.FFT, pytest.param(JobKind.LORA, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", [JobKind.FFT, pytest.param(JobKind.LORA, marks=LONG)])
 async def test_a_rank_killed_in_the_middle_ends_the_group_and_the_next_one_comes_to_the_same_bits_R14_R5(
     world: World, kind: JobKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,7 +214,7 @@ async def test_a_rank_killed_in_the_middle_ends_the_group_and_the_next_one_comes
     assert [name for name in quiet if quiet[name] != hit[name]] == []
 
 
-@pytest.mark.long
+@LONG
 async def test_a_rank_short_of_memory_in_a_sharded_pass_halves_everybodys_budget_in_the_next_life_R14_R2_R5(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +237,7 @@ async def test_a_rank_short_of_memory_in_a_sharded_pass_halves_everybodys_budget
     assert result.metrics["token_budget"] == result.metrics["halved_to"] == 750 * 60 / 2
 
 
-@pytest.mark.long
+@LONG
 async def test_a_data_parallel_rank_short_of_memory_halves_everybodys_budget_at_once_R14_R2(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
