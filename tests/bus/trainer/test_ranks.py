@@ -173,7 +173,8 @@ async def finish(world: World, job: str, first: int, last: int) -> dict[str, byt
     return files | {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("kind", [JobKind.FFT, pytest.param(JobKind.LORA, marks=LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [JobKind.FFT, JobKind.LORA])
 async def test_a_rank_killed_in_the_middle_ends_the_group_and_the_next_one_comes_to_the_same_bits_R14_R5(
     world: World, kind: JobKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
