@@ -20,12 +20,13 @@ FIGURES = {
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_K11_bench_kube_says_every_figure_and_stays_under_eight_requests_a_worker(tmp_path: Path) -> None:
+    """With full plain pods, which need all that bare ones need."""
     if why := missing_assets():
         pytest.skip(why)
     answer = subprocess.run(
         [
             str(Path(sys.executable).parent / "openrl"), "bench", "kube", "--json", "--nodes", "4", "--workers", "16",
-            "--store", str(tmp_path),
+            "--plain", "full", "--store", str(tmp_path),
         ],
         capture_output=True, text=True, timeout=380, check=False,
     )  # fmt: skip

@@ -15,9 +15,8 @@ import contextlib
 import os
 import tempfile
 import time
-import urllib.request
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,9 +25,11 @@ import msgspec
 import psutil
 
 from openrl_client.bench.control_plane import ControlPlane, device_class, missing_assets
-from openrl_client.bench.figures import cpu_seconds, machine_busy_s
-from openrl_client.bench.kube_load import PlayedProcesses, Pods, connected, make_nodes, plain_pods
-from openrl_client.bench.machine import Machine, StorePlace, describe, store_place
+from openrl_client.bench.figures import machine_busy_s
+from openrl_client.bench.kube_figures import Cpu, KubeReport, Part, requests_by_kind, requests_sent, settled_requests
+from openrl_client.bench.kube_load import PlayedProcesses, Pods, connected, make_nodes
+from openrl_client.bench.machine import StorePlace, describe, store_place
+from openrl_client.bench.plain_pods import Body, plain_pods
 from openrl_client.bench.seats import MODEL_CONFIG
 from openrl_client.errors import Rejected, TimedOut
 from openrl_client.home import Progress
@@ -48,10 +49,9 @@ DRIVER = "gpu.example.com"
 SEAT_LIMIT = 2
 _BASE = Path(__file__).resolve().parents[3] / "deploy" / "base"
 _SEEN_S = 120.0
-_SETTLE_S = 3.0
 _SUBMIT_AT_ONCE = 32
 _TICK_S = 10.0
-_SENT = "openrl_launcher_api_requests "
+_SHARED = "openrl-shared"
 _ARGUMENTS = {
     # the heartbeats of a thousand kubelets are no part of what is compared, and fall due by time, not by pod
     "kwok": ["--node-lease-duration-seconds=0"],
@@ -64,6 +64,7 @@ class Plan:
     num_nodes: int
     num_workers: int
     store: Path | None = None
+    plain: Body = "bare"
 
     def check(self) -> None:
         """Raises Rejected, naming what to change."""
@@ -77,65 +78,6 @@ class Plan:
             )
         if self.num_workers // 2 > self.num_nodes * DEVICES_PER_NODE:
             raise Rejected(f"--workers {self.num_workers} found more claims than --nodes have devices", code="usage")
-
-
-class KubeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of ``--json``.
-
-    Attributes:
-        placed_per_s: workers over the seconds from submission until their pods run, both halves together.
-        founders_per_s, joiners_per_s: the same of each half.
-        joined: workers that really joined another's claim.
-        ready_per_s: until their processes have said ready and placement has heard it.
-        api_requests_per_worker: the launcher's, mirror writes included, each watch counted once.
-        baseline_pods_per_s: plain pods, created → running. ``ratio``: placed_per_s over it.
-        cpu_ms_per_worker: by part (plain, founders, joiners) and process; ``cpu_ratio``: plain over both halves' mean,
-            all processes together. It holds on a machine that others keep busy, where rates do not.
-        other_cores: cores that processes outside this benchmark kept busy meanwhile.
-    """
-
-    nodes: int
-    workers: int
-    joined: int
-    placed_per_s: float
-    founders_per_s: float
-    joiners_per_s: float
-    ready_per_s: float
-    api_requests_per_worker: float
-    api_requests: dict[str, int]
-    launcher_rss_bytes: int
-    baseline_pods_per_s: float
-    ratio: float
-    cpu_ms_per_worker: dict[str, dict[str, float]]
-    cpu_ratio: float
-    other_cores: float
-    store: StorePlace
-    machine: Machine
-
-
-@dataclass(frozen=True)
-class _Part:
-    """How ``count`` pods came: seconds until they ran and until they were ready, CPU milliseconds each by process."""
-
-    count: int
-    placed_s: float
-    ready_s: float
-    cpu_ms: dict[str, float]
-
-
-class _Cpu:
-    """CPU time of processes since it was made."""
-
-    def __init__(self, pids: Mapping[str, int]) -> None:
-        self._pids = pids
-        self._before = self._now()
-
-    def _now(self) -> dict[str, float]:
-        return {name: cpu_seconds(pid) for name, pid in self._pids.items()}
-
-    def ms_each(self, count: int) -> dict[str, float]:
-        now = self._now()
-        return {name: round((now[name] - before) * 1000 / count, 2) for name, before in self._before.items()}
 
 
 @dataclass(frozen=True)
@@ -188,24 +130,28 @@ async def _control_plane(directory: Path) -> AsyncIterator[ControlPlane]:
 def _install(plane: ControlPlane) -> None:
     for name in ("namespace", "crds", "rbac"):
         plane.kubectl("apply", "--server-side", "-f", str(_BASE / f"{name}.yaml"))
-    size = {"storage": "1Gi"}
-    meta = {"name": "openrl-shared", "namespace": "openrl"}
-    plane.apply(
-        device_class(DRIVER),
+    plane.apply(device_class(DRIVER), *_volume("openrl"), *_volume("default"))
+
+
+def _volume(namespace: str) -> list[dict[str, Any]]:
+    """What all workers of a namespace mount, bound."""
+    size, modes = {"storage": "1Gi"}, ["ReadWriteMany"]
+    claim = {"name": _SHARED, "namespace": namespace}
+    return [
         {
-            "apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "openrl-shared"},
+            "apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": f"{_SHARED}-{namespace}"},
             "spec": {
-                "capacity": size, "accessModes": ["ReadWriteMany"], "hostPath": {"path": "/nowhere"}, "claimRef": meta
+                "capacity": size, "accessModes": modes, "hostPath": {"path": "/nowhere"}, "claimRef": claim
             },
         },
         {
-            "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": meta,
+            "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": claim,
             "spec": {
-                "accessModes": ["ReadWriteMany"], "storageClassName": "", "volumeName": "openrl-shared",
+                "accessModes": modes, "storageClassName": "", "volumeName": f"{_SHARED}-{namespace}",
                 "resources": {"requests": size},
             },
         },
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
 async def _make_nodes(plane: ControlPlane, api: Any, plan: Plan) -> None:
@@ -215,18 +161,22 @@ async def _make_nodes(plane: ControlPlane, api: Any, plan: Plan) -> None:
     await asyncio.to_thread(plane.kubectl, "wait", "nodes", "--all", "--for=condition=Ready", "--timeout=170s")
 
 
-async def _baseline(setting: _Setting) -> _Part:
+async def _baseline(setting: _Setting) -> Part:
     plane, count = setting.plane, setting.plan.num_workers
     pods = Pods(setting.api, "default")
     following = asyncio.create_task(pods.follow())
-    cpu = _Cpu(plane.pids)
-    setting.say(f"baseline: {count} plain pods")
+    cpu = Cpu(plane.pids)
+    setting.say(f"baseline: {count} plain pods, {setting.plan.plain}")
     try:
         async with _told(setting.say, "baseline", pods, count):
             seconds = await _beside(
-                following, plain_pods(setting.api, pods, count=count, at_once=32, device_class=DRIVER)
-            )
-        part = _Part(count, seconds, seconds, cpu.ms_each(count))
+                following,
+                plain_pods(
+                    setting.api, pods, count=count, at_once=32, device_class=DRIVER, shared_volume=_SHARED,
+                    body=setting.plan.plain,
+                ),
+            )  # fmt: skip
+        part = Part(count, seconds, seconds, cpu.ms_each(count))
         setting.say(f"baseline: {count / seconds:.1f} plain pods/s; deleting them")
         await asyncio.to_thread(plane.kubectl, "delete", "pods", "-n", "default", "--all", "--wait=false")
         await _beside(following, pods.until_gone())
@@ -267,7 +217,7 @@ async def _beside(background: asyncio.Task[None], work: Coroutine[Any, Any, T]) 
     return task.result()
 
 
-async def _openrl(setting: _Setting, place: StorePlace, baseline: _Part) -> KubeReport:
+async def _openrl(setting: _Setting, place: StorePlace, baseline: Part) -> KubeReport:
     kubeconfig = await asyncio.to_thread(setting.plane.kubeconfig_of, "openrl", "openrl-launcher")
     environment = {
         "OPEN_RL_MAX_SEATS_PER_CLAIM": str(SEAT_LIMIT),
@@ -289,7 +239,7 @@ async def _openrl(setting: _Setting, place: StorePlace, baseline: _Part) -> Kube
             claims = [entry.value for entry in (await bus.store.ledger_claims.list()).values()]
         finally:
             await bus.close()
-        by_kind = _requests(system.health_ports["launcher"])
+        by_kind = requests_by_kind(system.health_ports["launcher"])
         rss = psutil.Process(system.pids["launcher"]).memory_info().rss
         restarts = sum(system.restarts.values())
     if restarts:
@@ -300,6 +250,7 @@ async def _openrl(setting: _Setting, place: StorePlace, baseline: _Part) -> Kube
     ours_ms = (sum(founders.cpu_ms.values()) + sum(joiners.cpu_ms.values())) / 2
     return KubeReport(
         nodes=setting.plan.num_nodes,
+        plain=setting.plan.plain,
         workers=count,
         joined=sum(len(claim.entries) - 1 for claim in claims if claim.state is ClaimState.ALLOCATED),
         placed_per_s=round(placed_per_s, 1),
@@ -319,7 +270,7 @@ async def _openrl(setting: _Setting, place: StorePlace, baseline: _Part) -> Kube
     )
 
 
-async def _waves(setting: _Setting, system: LocalSystem, bus: Bus) -> tuple[list[_Part], float, int]:
+async def _waves(setting: _Setting, system: LocalSystem, bus: Bus) -> tuple[list[Part], float, int]:
     """Founders, then joiners; cores that others kept busy meanwhile; requests, the mirror's late ones too."""
     model = setting.scratch / "model"
     model.mkdir()
@@ -328,21 +279,21 @@ async def _waves(setting: _Setting, system: LocalSystem, bus: Bus) -> tuple[list
     processes = PlayedProcesses(bus, pods)
     background = asyncio.create_task(_together(pods.follow(), processes.play()))
     port, half = system.health_ports["launcher"], setting.plan.num_workers // 4
-    sent_before = _metric(port, _SENT)
+    sent_before = requests_sent(port)
     parts = []
     try:
         busy_s, began = machine_busy_s(), time.monotonic()
         for name, first in (("founders", 0), ("joiners", half)):
             setting.say(f"{name}: {half * 2} workers")
-            cpu = _Cpu({**setting.plane.pids, **system.pids, "bench": os.getpid()})
+            cpu = Cpu({**setting.plane.pids, **system.pids, "bench": os.getpid()})
             async with _told(setting.say, name, pods, half * 2):
                 placed_s, ready_s = await _wave(bus, model, pods, processes, background, first, half)
-            parts.append(_Part(half * 2, placed_s, ready_s, cpu.ms_each(half * 2)))
+            parts.append(Part(half * 2, placed_s, ready_s, cpu.ms_each(half * 2)))
             setting.say(f"{name}: {half * 2 / placed_s:.1f} pods/s")
         own_s = sum(sum(part.cpu_ms.values()) * part.count for part in parts) / 1000
         other_cores = max(0.0, machine_busy_s() - busy_s - own_s) / (time.monotonic() - began)
         setting.say("waiting for the mirror's last writes")
-        return parts, round(other_cores, 2), await _settled(port) - sent_before
+        return parts, round(other_cores, 2), await settled_requests(port) - sent_before
     finally:
         background.cancel()
         await asyncio.gather(background, return_exceptions=True)
@@ -392,32 +343,3 @@ async def _fleet_is_seen(bus: Bus, num_nodes: int) -> None:
             if len(answer.nodes) >= num_nodes:
                 return
             await asyncio.sleep(0.2)
-
-
-async def _settled(port: int) -> int:
-    """Requests once no more are sent: the mirror's writes come later, and are counted."""
-    sent = -1
-    while (now := await asyncio.to_thread(_metric, port, _SENT)) != sent:
-        sent = now
-        await asyncio.sleep(_SETTLE_S)
-    return sent
-
-
-def _metrics(port: int) -> list[str]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10.0) as answer:
-        lines: list[str] = answer.read().decode().splitlines()
-        return lines
-
-
-def _metric(port: int, name: str) -> int:
-    for line in _metrics(port):
-        if line.startswith(name):
-            return int(float(line.split()[1]))
-    raise TimedOut(f"the launcher's /metrics do not have {name}")
-
-
-def _requests(port: int) -> dict[str, int]:
-    """Requests by verb and resource."""
-    prefix = 'openrl_launcher_api_requests_by{request="'
-    lines = [line.removeprefix(prefix) for line in _metrics(port) if line.startswith(prefix)]
-    return {line.split('"')[0]: int(float(line.split()[-1])) for line in lines}

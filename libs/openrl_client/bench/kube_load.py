@@ -1,4 +1,4 @@
-"""The load of ``openrl bench kube``: plain pods as a user makes them, and the played processes of OpenRL's workers.
+"""The load of ``openrl bench kube``: nodes, pods as they come to run, and the played processes of OpenRL's workers.
 
 No container starts on fake kubelets, so a worker's process is played: when its pod runs, its lease goes from starting
 to live and its ready record is written, as ``openrl_common.worker`` does. Renewals are left out: two thousand workers
@@ -129,60 +129,6 @@ async def connected(kubeconfig: Path) -> AsyncIterator[client.ApiClient]:
         await api.close()
 
 
-async def plain_pods(api: client.ApiClient, pods: Pods, *, count: int, at_once: int, device_class: str) -> float:
-    """``count`` pods, each with a claim made from one template; seconds until all run. They are deleted afterwards."""
-    template = {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaimTemplate",
-        "metadata": {"name": "one-device"},
-        "spec": {
-            "spec": {
-                "devices": {
-                    "requests": [
-                        {
-                            "name": "gpu",
-                            "exactly": {
-                                "deviceClassName": device_class,
-                                "selectors": [
-                                    {
-                                        "cel": {
-                                            "expression": f"device.capacity['{device_class}'].memory"
-                                            ".compareTo(quantity('25Gi')) >= 0"
-                                        }
-                                    }
-                                ],
-                            },
-                        }
-                    ]
-                }
-            }
-        },
-    }
-    await _post(api, "/apis/resource.k8s.io/v1/namespaces/default/resourceclaimtemplates", template)
-    gate = asyncio.Semaphore(at_once)
-
-    async def make(index: int) -> None:
-        pod: Any = {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": f"plain-{index}"},
-            "spec": {
-                "terminationGracePeriodSeconds": 0,
-                "containers": [{"name": "worker", "image": "x", "resources": {"claims": [{"name": "gpu"}]}}],
-                "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-device"}],
-            },
-        }
-        async with gate:
-            await _post(api, "/api/v1/namespaces/default/pods", pod)
-
-    began = time.monotonic()
-    async with asyncio.TaskGroup() as tasks:
-        for index in range(count):
-            tasks.create_task(make(index))
-        await pods.until_running(count)
-    return time.monotonic() - began
-
-
 class PlayedProcesses:
     """Answers every pod that runs; ``ready`` are the workloads whose workers are.
 
@@ -249,14 +195,15 @@ async def make_nodes(
             if each["kind"] == "Node":
                 each["status"] |= {"conditions": [{"type": "Ready", "status": "True"}]}  # a write less each
             async with gate:
-                await _post(api, paths[str(each["kind"])], each)
+                await post(api, paths[str(each["kind"])], each)
 
     async with asyncio.TaskGroup() as tasks:
         for index in range(num_nodes):
             tasks.create_task(make(index))
 
 
-async def _post(api: client.ApiClient, path: str, body: object) -> None:
+async def post(api: client.ApiClient, path: str, body: object) -> None:
+    """Create one object. Raises TimedOut when it is refused."""
     headers = {"Content-Type": "application/json"}
     await api.update_params_for_auth(headers, [], ["BearerToken"], path, "POST", body)
     answer = await api.rest_client.request("POST", api.configuration.host + path, headers=headers, body=body)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -115,15 +115,22 @@ def workers(store: Path | None, as_json: bool, warm_start: str) -> None:
 @bench.command()
 @click.option("--nodes", "num_nodes", type=WholeNumber(1), default="1000", show_default=True, help="Fake nodes.")
 @click.option("--workers", "num_workers", type=WholeNumber(4), default="2000", show_default=True, help="Half join.")
+@click.option(
+    "--plain",
+    type=click.Choice(["bare", "full"]),
+    default="bare",
+    show_default=True,
+    help="Plain pods with one container and nothing else, or with all that a worker's pod has.",
+)
 @STORE
 @JSON
-def kube(store: Path | None, as_json: bool, num_nodes: int, num_workers: int) -> None:
+def kube(store: Path | None, as_json: bool, num_nodes: int, num_workers: int, plain: Literal["bare", "full"]) -> None:
     """The Kubernetes backend on a control plane of KUBEBUILDER_ASSETS, beside plain pods with a claim each."""
     try:
         from openrl_client.bench.kube import Plan, measure
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error}: pip install 'openrl[kubernetes]'") from error
-    _show(run_async(measure(Plan(num_nodes, num_workers, store), progress=_progress)), as_json)
+    _show(run_async(measure(Plan(num_nodes, num_workers, store, plain), progress=_progress)), as_json)
 
 
 @bench.command()
