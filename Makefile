@@ -42,7 +42,7 @@ $(VLLM_VENV)/.installed: pyproject.toml
 demo: setup  ## the whole loop on this machine: jobs published, seated, trained, rewards rising, a report
 	$(BIN)/python -m openrl_client.demo $(ARGS)
 
-demo-real: setup-vllm  ## a real pretrained model learns sums through vLLM: reward before and after (an hour on two cores)
+demo-real: setup-vllm  ## a real pretrained model learns sums through vLLM: reward before and after (25 minutes on two busy cores)
 	$(VLLM_PYTHON) -m pip install --quiet --disable-pip-version-check --editable ".[real]"
 	$(VLLM_PYTHON) -m openrl_client.demo.real $(ARGS)
 

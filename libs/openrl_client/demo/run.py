@@ -104,7 +104,7 @@ class Demo:
             model = await self._model(screen)
             seconds["model"] = round(time.monotonic() - began, 2)
             system_home = home / "system"
-            await asyncio.to_thread(_clear, system_home)
+            await asyncio.to_thread(clear, system_home)
             starting = time.monotonic()
             async with LocalSystem(system_home, progress=screen.line, environment=self._environment()) as system:
                 seconds["system_up"] = round(time.monotonic() - starting, 2)
@@ -259,7 +259,7 @@ class Demo:
         )
 
 
-def _clear(system_home: Path) -> None:
+def clear(system_home: Path) -> None:
     """End what a killed run left there, then start from nothing: every run shows the same thing."""
     if system_home.exists():
         down(system_home, progress=lambda line: None)
