@@ -25,7 +25,7 @@ from openrl_ledger.core.nodes import NodeWatch
 from openrl_ledger.core.ops import Read, Table, Write
 from openrl_placement import waiting
 from simulation.mutation import mutated
-from simulation.plan import draw_plan
+from simulation.plan import Plan, draw_plan
 from simulation.run import simulate
 from unit.ledger.test_booking import booked, founded, gone, release, request
 from unit.ledger.world import Handler, World
@@ -55,8 +55,16 @@ def broken(*mutations: tuple[Callable[..., Any], str, str]) -> contextlib.ExitSt
     return stack
 
 
-def _seeds_with(fault: str, seeds: range) -> Iterator[int]:
-    return (seed for seed in seeds if any(each.what == fault for each in draw_plan(seed).faults))
+def _seeds_where(true: Callable[[Plan], bool], seeds: range) -> Iterator[int]:
+    return (seed for seed in seeds if true(draw_plan(seed)))
+
+
+def _orphans(plan: Plan) -> bool:
+    return any(each.what == "orphan" for each in plan.faults)
+
+
+def _limit_is_raised(plan: Plan) -> bool:
+    return plan.old_limit != 0 and (plan.limit == 0 or plan.limit > plan.old_limit)
 
 
 MUTANTS = [
@@ -213,7 +221,7 @@ MUTANTS = [
         "worker.status is not Status.GONE",
         'worker.status is not Status.GONE and worker.claim != ""',
         ("invariant 5",),
-        seeds=tuple(_seeds_with("orphan", range(2000))),
+        seeds=tuple(_seeds_where(_orphans, range(2000))),
     ),
     Mutant(
         "S7 a refusal is remembered for ever",
@@ -221,7 +229,7 @@ MUTANTS = [
         "and now - refused[1] < REFUSED_S",
         "",
         ("although",),
-        seeds=(35, *range(300)),
+        seeds=tuple(_seeds_where(_limit_is_raised, range(490, 1400))),
     ),
 ]
 
