@@ -24,6 +24,7 @@ import psutil
 from openrl_client import processes
 from openrl_common import nats_server
 from openrl_common.errors import Rejected
+from openrl_common.process_name import is_running
 
 WORKERS_GRACE_S = 25.0
 SERVICE_GRACE_S = 12.0
@@ -38,7 +39,8 @@ class UpInfo(msgspec.Struct, frozen=True, kw_only=True):
     """``<home>/up.json``: where the running system answers. ``pids`` has ``nats`` and every service."""
 
     pid: int
-    pid_started: float
+    process: str = ""
+    """The supervisor's ``process_name``; "" in what an older release wrote."""
     started: float
     nats_url: str
     node: str
@@ -104,12 +106,10 @@ def is_locked(home: Path) -> bool:
 
 
 def running_supervisor(info: UpInfo | None) -> psutil.Process | None:
-    if info is None:
+    if info is None or not is_running(info.process):
         return None
     with contextlib.suppress(psutil.Error):
-        process = psutil.Process(info.pid)
-        if abs(process.create_time() - info.pid_started) < 2.0:
-            return process
+        return psutil.Process(info.pid)
     return None
 
 

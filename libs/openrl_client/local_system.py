@@ -30,7 +30,6 @@ from types import TracebackType
 from typing import IO, Self
 
 import msgspec
-import psutil
 
 from openrl_client import processes
 from openrl_client.home import (
@@ -50,6 +49,7 @@ from openrl_client.home import (
 from openrl_client.signals import Signals
 from openrl_common import nats_server
 from openrl_common.errors import OpenRLError, Rejected, Transient, Unreachable
+from openrl_common.process_name import this_process
 
 SERVICES = ("ledger", "placement", "launcher")
 READY_DEADLINE_S = 30.0
@@ -367,7 +367,7 @@ class LocalSystem:
     def _write_up(self) -> None:
         info = UpInfo(
             pid=os.getpid(),
-            pid_started=psutil.Process().create_time(),
+            process=this_process(),
             started=self._started,
             nats_url=self.nats_url,
             node=self.node,

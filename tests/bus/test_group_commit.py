@@ -132,8 +132,8 @@ async def test_a_server_killed_amid_groups_keeps_every_write_it_confirmed(nats_s
 
     async def kill() -> None:
         for _ in range(3):
-            confirmed = bus.jetstream.commits.grouped
-            await until(lambda: bus.jetstream.commits.grouped > confirmed + 300, within_s=60.0)
+            goal = bus.jetstream.commits.grouped + 300
+            await until(lambda goal=goal: bus.jetstream.commits.grouped > goal, within_s=60.0)
             nats_server.kill()
             nats_server.start()
         stop.set()

@@ -12,8 +12,9 @@ from prometheus_client import CollectorRegistry
 from openrl_common import duty as duty_module
 from openrl_common import streams
 from openrl_common.bus import Bus
-from openrl_common.duty import Duty, process_is_gone, this_process
+from openrl_common.duty import Duty
 from openrl_common.errors import Conflict, Rejected
+from openrl_common.process_name import process_is_gone, this_process
 from openrl_common.records import (
     ClaimRecord,
     ClaimState,

@@ -22,10 +22,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from openrl_common.bus import Bus, Delivery, Handler
 from openrl_common.controls import LedgerState, LedgerStateAnswer
-from openrl_common.duty import Duty, process_is_gone, this_process
+from openrl_common.duty import Duty
 from openrl_common.errors import Conflict, Transient, UnknownOutcome
 from openrl_common.events import ClaimRetired, Event, Repaired, SeatBooked, SeatRefused
 from openrl_common.names import query_subject
+from openrl_common.process_name import process_is_gone, this_process
 from openrl_common.records import ClaimRecord, ClaimState
 from openrl_common.service import ServiceContext, ServiceSettings, until_stopped
 from openrl_common.store import Bucket, Entry, Mirror

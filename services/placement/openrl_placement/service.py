@@ -26,11 +26,12 @@ import msgspec
 from prometheus_client import Counter, Gauge, Histogram
 
 from openrl_common.bus import Bus, Delivery
-from openrl_common.duty import Duty, process_is_gone, this_process
+from openrl_common.duty import Duty
 from openrl_common.errors import OpenRLError, Poison, Rejected, Transient
 from openrl_common.events import JobCancelled, JobFailed, JobFinished, JobSubmitted
 from openrl_common.health import check
 from openrl_common.identity import LedgerIdentity
+from openrl_common.process_name import process_is_gone, this_process
 from openrl_common.queries import (
     CLAIMS,
     EXPLAIN,
