@@ -40,14 +40,18 @@ async def world(tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatc
 async def test_v11_a_killed_sampler_leaves_its_requests_and_its_weights_to_the_next(
     world: helpers.World, save_full: Callable[..., Any]
 ) -> None:
-    """V3, V5, V8, V11: also when it is killed while an update is on its way; the next one begins at the baseline."""
+    """V3, V5, V8, V11, R1: also when it is killed while an update is on its way, or hangs; the next one begins at the
+    baseline."""
     workload = await world.workload(JobKind.FFT, ("t.j",), engine="vllm-cpu")
     first = await world.start(workload, "a1")
     record = await world.ready("a1")
     assert record.detail["engine"] == "vllm"
     assert record.detail["can_park"] == "false"
     assert record.detail["weights_formats"] == "full,delta"
-    assert [phase.name for phase in record.phases] == ["start", "imports", "load", "configure", "engine", "weights"]
+    assert record.detail["prefetch"].startswith("not prefetched: ")  # R1
+    names = [phase.name for phase in record.phases]
+    assert (names[0], set(names[1:3])) == ("start", {"prefetch", "imports"})
+    assert names[3:] == ["load", "configure", "engine", "weights"]
     cold = await world.sample(timeout_s=120.0)
     assert helpers.versions(cold) == {0}
     assert (await world.sample(timeout_s=120.0)).sequences == cold.sequences, "the same seed gives the same tokens"
@@ -61,5 +65,13 @@ async def test_v11_a_killed_sampler_leaves_its_requests_and_its_weights_to_the_n
     await world.weights(delta)
     first.kill()
     await helpers._gone(first)
-    await world.start(workload, "a2")
+    program = (str(helpers.STUCK), str(world.home / "hang"))
+    second = await world.start(workload, "a2", "--engine-stuck-after", "10s", program=program)
     assert helpers.versions(await world.answer(name)) == {2}
+
+    (world.home / "hang").touch()
+    name = await world.send(at_least=2, timeout_s=300.0)
+    assert await helpers._gone(second, 60.0) == 1
+    assert "the engine has been at one step for" in (world.home / "a2.log").read_text().splitlines()[-1]
+    await world.start(workload, "a3")
+    assert helpers.versions(await world.answer(name)) == {2}, "from the baseline and its delta again"
