@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from sampler_conformance import JOB, PROMPTS, apply, run, tokens_of
-from sampler_support import save_delta_version, save_full_version
+from sampler_support import LENGTH_MAX, save_delta_version, save_full_version
 
 from openrl_common.errors import Rejected
 from openrl_common.quantities import GIB
 from openrl_sampler.vllm_engine import VllmEngine
+from openrl_sampler.vllm_options import CPU_BLOCK_TOKENS
 
 CHUNK_BYTES = 1 << 20
 LARGE = {"vocab_size": 40_000, "hidden_size": 64, "max_position_embeddings": 128}
@@ -94,10 +95,10 @@ def test_v7_vllms_own_reload_is_there_too_and_gives_the_same(
 def test_v4_the_seat_decides_how_many_tokens_are_kept(new_engine: Callable[..., Any]) -> None:
     """V4: never more than the sequences that may run at once can fill; a smaller seat keeps fewer."""
     roomy = new_engine(device_bytes=8 * GIB, max_num_seqs=8)
-    assert roomy.kv_tokens_max == 9 * 128
+    assert roomy.kv_tokens_max == 9 * LENGTH_MAX
     per_token = 2 * 2 * 2 * 32 * 4
     tight = new_engine(device_bytes=GIB // 2 + (4 << 20), max_num_seqs=10_000, prefill_tokens=2048)
-    assert 2 * 128 <= tight.kv_tokens_max <= (4 << 20) // per_token
+    assert LENGTH_MAX + CPU_BLOCK_TOKENS <= tight.kv_tokens_max <= (4 << 20) // per_token
 
 
 @pytest.mark.timeout(900)
