@@ -51,7 +51,7 @@ SUBJECTS = [
     "openrl.ev.launcher.*.worker.*.gone",
 ]
 _MIRRORED = (Table.CLAIMS, Table.BUDGETS, Table.NODES)
-_CONCURRENCY = 64
+_CONCURRENCY = 128
 _ASK_AGAIN_S = 60.0
 _PAUSE_S = 0.002
 _PAUSE_MAX_S = 0.25
