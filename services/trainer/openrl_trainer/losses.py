@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,6 +128,27 @@ def token_loss(
     return total, sums
 
 
+class _Chosen(torch.autograd.Function):
+    """log softmax(logits)[wanted]: logits [n, vocabulary], wanted [n] → [n].
+
+    As ``gather`` minus ``logsumexp``, whose own backward passes make five tensors of the logits' size; this makes one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, wanted: Tensor) -> Tensor:
+        normalizer = logits.logsumexp(dim=-1)
+        ctx.save_for_backward(logits, wanted, normalizer)
+        return logits.gather(-1, wanted.unsqueeze(-1)).squeeze(-1) - normalizer
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        logits, wanted, normalizer = ctx.saved_tensors
+        # d log p_w / d logits = 1[w] - softmax(logits)
+        answer = (logits - normalizer.unsqueeze(-1)).exp_().mul_(-gradient.unsqueeze(-1))
+        answer.scatter_add_(-1, wanted.unsqueeze(-1), gradient.unsqueeze(-1))
+        return answer, None
+
+
 def chunked_logprobs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], chunk_tokens: int) -> Tensor:
     """Log-probability of ``targets`` given ``hidden``, never holding more than ``chunk_tokens`` × vocabulary logits.
 
@@ -146,8 +168,8 @@ def chunked_logprobs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], T
         logits = head(rows)
         if logits.dtype is not torch.float64:
             logits = logits.float()
-        chosen = logits.gather(-1, wanted.unsqueeze(-1)).squeeze(-1)
-        return chosen - logits.logsumexp(dim=-1)
+        chosen: Tensor = _Chosen.apply(logits, wanted)
+        return chosen
 
     if hidden.shape[0] <= chunk_tokens:
         return piece(hidden, targets)

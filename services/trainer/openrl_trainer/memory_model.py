@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 PROBE_TOKENS = 64
 _RESERVE = 0.1
 """Share of the memory beyond what is resident that is left alone: fragments, workspaces of kernels, attention."""
-_LOGITS_COPIES = 4
-"""Float32 sizes of a chunk's logits at once in the backward pass: logits, their softmax, its gradient, the head's."""
+_LOGITS_COPIES = 2.5
+"""Float32 sizes of a chunk's logits at once in the backward pass: logits, their gradient, that in bfloat16."""
 _LOGITS_SHARE = 0.5
 """A chunk's logits in all copies, over what autograd keeps of a full pass: small budgets get small chunks."""
 _CHUNK_BYTES_MAX = {"cpu": 64 << 20, "cuda": 256 << 20}
