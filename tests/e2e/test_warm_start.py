@@ -52,6 +52,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 async def test_B6_a_forked_worker_computes_the_same_numbers_with_one_and_two_threads(
     tmp_path: Path, tiny_model: Path
 ) -> None:

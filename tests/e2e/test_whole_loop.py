@@ -60,7 +60,7 @@ async def nothing_is_held(bus: Bus) -> None:
             await asyncio.sleep(0.2)
 
 
-@pytest.mark.parametrize("kind", [JobKind.FFT, JobKind.LORA])
+@pytest.mark.parametrize("kind", [JobKind.FFT, pytest.param(JobKind.LORA, marks=pytest.mark.long)])
 async def test_a_job_ends_with_a_higher_reward_though_every_control_service_is_killed(
     system: LocalSystem, tiny_model: Path, tmp_path: Path, kind: JobKind
 ) -> None:

@@ -17,10 +17,9 @@ import pytest
 
 from simulation.regressions import REGRESSIONS
 from simulation.run import simulate_many
-from simulation.world import MESSAGES_MIN, Outcome
+from simulation.world import MESSAGES_MIN, WORKLOADS_MIN, Outcome
 
-NUM_SCHEDULES = int(os.environ.get("OPEN_RL_SIMULATION_SCHEDULES", "1000"))
-WORKLOADS_MIN = 8
+NUM_SCHEDULES = int(os.environ.get("OPEN_RL_SIMULATION_SCHEDULES", "400"))
 _PROCESSES = os.cpu_count() or 1
 
 

@@ -56,6 +56,7 @@ from simulation.virtual_time import PROCESS, VirtualLoop, deterministic
 SETTLE_S = 240.0
 """Faults have stopped: this long every wait may take to become true and every leftover to go (invariants 7 to 9)."""
 MESSAGES_MIN = 200
+WORKLOADS_MIN = 8
 MESSAGES_WITH_FAULTS = 125
 """As many while faults go on; more would make a schedule dearer, not better."""
 LAST_WORDS_S = 0.3
@@ -506,10 +507,12 @@ class World:
         return self.settled.nothing_is_left()
 
     async def _top_up(self) -> None:
-        """A schedule has at least ``MESSAGES_MIN`` messages: some more jobs, in calm times, where it has fewer."""
+        """A schedule has ``MESSAGES_MIN`` messages and ``WORKLOADS_MIN`` workloads: more jobs, in calm times, where not."""
         num_jobs = 0
-        while self.network.num_delivered < MESSAGES_MIN:
-            for _ in range(max(1, (MESSAGES_MIN - self.network.num_delivered) // _MESSAGES_OF_A_JOB)):
+        while self.network.num_delivered < MESSAGES_MIN or len(self.workloads_seen) < WORKLOADS_MIN:
+            messages = (MESSAGES_MIN - self.network.num_delivered) // _MESSAGES_OF_A_JOB
+            workloads = (WORKLOADS_MIN - len(self.workloads_seen) + 1) // 2
+            for _ in range(max(1, messages, workloads)):
                 job = JobPlan(
                     name=f"x{num_jobs}", submission=f"x{num_jobs}", at_s=0.0, kind="fft", device_gib=(4.0, 4.0),
                     host_gib=1.0, exclusive=None, priority=9,
