@@ -507,7 +507,7 @@ class World:
         return self.settled.nothing_is_left()
 
     async def _top_up(self) -> None:
-        """A schedule has ``MESSAGES_MIN`` messages and ``WORKLOADS_MIN`` workloads: more jobs, in calm times, if not."""
+        """A schedule has ``MESSAGES_MIN`` messages and ``WORKLOADS_MIN`` workloads: more jobs in calm times if not."""
         num_jobs = 0
         while self.network.num_delivered < MESSAGES_MIN or len(self.workloads_seen) < WORKLOADS_MIN:
             messages = (MESSAGES_MIN - self.network.num_delivered) // _MESSAGES_OF_A_JOB
