@@ -142,7 +142,9 @@ class _Detached:
         try:
             if interrupted:
                 raise KeyboardInterrupt
-            return self._await_ready(process)
+            info = self._await_ready(process)
+            process.returncode = 0  # not waited for: it lives on
+            return info
         except BaseException:
             process.terminate()
             while process.poll() is None:  # it ends what it started; more Ctrl-C do not change that
@@ -163,7 +165,6 @@ class _Detached:
                 if answer.error:
                     raise Rejected(answer.error, code=answer.code) if answer.code else Unreachable(answer.error)
                 if answer.ready is not None:
-                    process.returncode = 0  # not waited for: it lives on
                     return answer.ready
         raise Unreachable(f"the supervisor ended before it was ready: see {self._log}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,22 @@ NATS_PORT = settings.setting(
 @click.option("--foreground", is_flag=True, help="Stay in the foreground; Ctrl-C stops the system.")
 def up(home: Path, nats_port: int, foreground: bool, **parameters: Any) -> None:
     """Start embedded NATS, ledger, placement and launcher on this host, and return when they are ready."""
+    from openrl_client.supervisor import down as stop
     from openrl_client.supervisor import up as start
 
-    info = start(
-        home,
-        environment=environment_of(parameters),
-        nats_port=nats_port,
-        progress=click.echo,
-        foreground=foreground,
-    )
+    try:
+        info = start(
+            home,
+            environment=environment_of(parameters),
+            nats_port=nats_port,
+            progress=click.echo,
+            foreground=foreground,
+        )
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is up, and this says so: too late for a Ctrl-C
+    except KeyboardInterrupt:
+        if not foreground:
+            stop(home, progress=lambda line: None)  # it may have become ready in the same moment
+        raise
     if not foreground:
         click.echo(f"up: {info.nats_url} (stop it with `openrl down{_home_flag(home)}`)")
 
