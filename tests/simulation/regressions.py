@@ -35,4 +35,5 @@ REGRESSIONS: dict[int, str] = {
     34: "a worker came up while the ledger's bucket was lost, took no turns, and went on so after the rebuild (L7, T2)",
     20404: "a WorkerExited that came twice was acknowledged before what followed from it was written (E6)",
     2027: "a seat came free a moment before its host memory, and a smaller waiter got it before an earlier one (W1)",
+    23119: "a claim with seats for two, host memory for one, was offered to two waiters, and the later got it (W1)",
 }

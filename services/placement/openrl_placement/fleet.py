@@ -437,6 +437,12 @@ class Fleet:
 
     # --- showing -----------------------------------------------------------------------------------------------
 
+    def host_fits(self, claim: str, host_bytes: int) -> bool:
+        """P6 alone, on the claim's node."""
+        record = self.claims.get(claim)
+        node = self.nodes.get(record.node) if record is not None else None
+        return node is None or not host_refusal(node, self._host_used.get(node.node, 0), host_bytes)
+
     def claims_on(self, node: str) -> list[str]:
         return sorted(self._on_node.get(node, ()))
 

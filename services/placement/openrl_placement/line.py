@@ -40,8 +40,9 @@ class Line:
         self._all: SortedList[Place] = SortedList()
         self._groups: dict[Group, SortedList[Place]] = {}
         self._where: dict[str, tuple[Place, Group]] = {}
-        self._promises: dict[str, tuple[str, ...]] = {}
+        self._promises: dict[str, tuple[tuple[str, ...], int]] = {}
         self._promised: Counter[str] = Counter()
+        self._promised_bytes: Counter[str] = Counter()
         self._aims: dict[str, str] = {}
         self._aimed: Counter[str] = Counter()
 
@@ -88,11 +89,12 @@ class Line:
 
     # --- requests under way ------------------------------------------------------------------------------------
 
-    def promise(self, workload: str, claims: tuple[str, ...]) -> None:
-        """A request with these candidates is under way."""
+    def promise(self, workload: str, claims: tuple[str, ...], host_bytes: int = 0) -> None:
+        """A request with these candidates is under way; it will take ``host_bytes`` of its node."""
         self.settle(workload)
-        self._promises[workload] = claims
+        self._promises[workload] = claims, host_bytes
         self._promised.update(claims)
+        self._promised_bytes.update(dict.fromkeys(claims, host_bytes))
 
     def aim(self, workload: str, claim: str) -> None:
         """A request is under way, of a waiter or not, whose first candidate is ``claim``."""
@@ -117,15 +119,20 @@ class Line:
     def settle(self, workload: str) -> tuple[str, ...]:
         """The request was answered: give back what was promised."""
         self._unaim(workload)
-        claims = self._promises.pop(workload, ())
+        claims, host_bytes = self._promises.pop(workload, ((), 0))
         for claim in claims:
             self._promised[claim] -= 1
+            self._promised_bytes[claim] -= host_bytes
             if self._promised[claim] <= 0:
-                del self._promised[claim]
+                del self._promised[claim], self._promised_bytes[claim]
         return claims
 
     def promised(self, claim: str) -> int:
         return self._promised[claim]
+
+    def promised_bytes(self, claim: str) -> int:
+        """Host memory that those who were promised this claim will take of its node."""
+        return self._promised_bytes[claim]
 
 
 def _walk(members: SortedList[Place]) -> Iterator[Place]:

@@ -37,7 +37,7 @@ def ask(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
     tiers = state.fleet.tiers(record.shape)
     candidates: list[str] = []
     if state.policy.strategy == "binpack" or not tiers or waits(record):
-        candidates = state.fleet.candidates(wanted, left_out=_promised_away(state), aimed=state.line.aimed)
+        candidates = state.fleet.candidates(wanted, left_out=_promised_away(state, wanted), aimed=state.line.aimed)
     if candidates or tiers:
         _request(state, record, tuple(candidates), now, fx)
     else:
@@ -88,11 +88,11 @@ def wake_claim(state: State, claim: str, now: float, fx: Effects) -> None:
             continue
         waiter = state.workloads[workload]
         wanted = need(waiter, now)
-        if state.fleet.refusal(claim, wanted):
+        if state.fleet.refusal(claim, wanted) or not _memory_is_left(state, claim, wanted):
             continue
         candidates = [
             each
-            for each in state.fleet.candidates(wanted, left_out=_promised_away(state), aimed=state.line.aimed)
+            for each in state.fleet.candidates(wanted, left_out=_promised_away(state, wanted), aimed=state.line.aimed)
             if not _was_refused(state, workload, each, now)
         ]
         if claim not in candidates:
@@ -154,7 +154,8 @@ def _request(state: State, record: WorkloadRecord, candidates: tuple[str, ...], 
     state.requested_at[record.workload] = now
     # A waiter is promised all it was offered. A newcomer counts for its best candidate alone: enough that a burst of
     # submissions is spread over the claims that have room, although the view has not heard of their bookings yet.
-    state.line.promise(record.workload, candidates if record.workload in state.line else candidates[:1])
+    promised = candidates if record.workload in state.line else candidates[:1]
+    state.line.promise(record.workload, promised, record.shape.host_bytes)
     if candidates:
         state.line.aim(record.workload, candidates[0])
     fx.workloads[record.workload] = None
@@ -185,19 +186,27 @@ def repeat_request(state: State, record: WorkloadRecord, now: float, fx: Effects
     _request(
         state,
         record,
-        tuple(state.fleet.candidates(wanted, left_out=_promised_away(state), aimed=state.line.aimed)),
+        tuple(state.fleet.candidates(wanted, left_out=_promised_away(state, wanted), aimed=state.line.aimed)),
         now,
         fx,
     )
 
 
-def _promised_away(state: State) -> Callable[[str], bool]:
-    """Claims whose free seats are all promised to waiters with a request under way, or about to be (W1)."""
+def _memory_is_left(state: State, claim: str, wanted: Need) -> bool:
+    """Does its node hold this one beside all who were promised the claim before?"""
+    promised = state.line.promised_bytes(claim)
+    return promised == 0 or state.fleet.host_fits(claim, promised + wanted.shape.host_bytes)
+
+
+def _promised_away(state: State, wanted: Need) -> Callable[[str], bool]:
+    """Claims whose free seats, or whose node's memory, are promised to waiters with a request under way (W1)."""
 
     def left_out(claim: str) -> bool:
         if state.fleet.is_leaving(claim) and len(state.line):
             return True
         free = state.fleet.seats_free(claim)
-        return free is not None and state.line.promised(claim) >= free
+        if free is not None and state.line.promised(claim) >= free:
+            return True
+        return not _memory_is_left(state, claim, wanted)
 
     return left_out

@@ -196,6 +196,27 @@ def test_W1_a_seat_is_offered_once_its_host_memory_is_free_too() -> None:
     assert (move.workload, move.candidates) == (sampler("large"), ("c",))
 
 
+def test_W1_host_memory_promised_to_an_earlier_waiter_is_not_offered_to_a_later_one() -> None:
+    """The claim has seats for both, its node has memory for one: the later request must not get there first."""
+    it = Desk(limit=4)
+    it.node(node(devices=1, host_gib=10))
+    leaving, staying = entry("w1", host_gib=8), entry("w2", host_gib=1)
+    host = {
+        "x": NodeEntry(workload="w1", claim="c", host_bytes=8 * GIB),
+        "y": NodeEntry(workload="w2", claim="c", host_bytes=GIB),
+    }
+    it.claim("c", allocated({"x": leaving, "y": staying}))
+    it.budget("n1", NodeBudget(entries=host))
+    queue(it, "first", host_gib=8)
+    queue(it, "second", host_gib=8)
+    it.claim("c", allocated({"y": staying}))
+    it.budget("n1", NodeBudget(entries={"y": host["y"]}))
+    (move,) = it.take(SeatRequested)
+    assert (move.workload, move.candidates) == (sampler("first"), ("c",))
+    it.submit("late", host_gib=8)
+    assert [each for each in it.take(SeatRequested) if "c" in each.candidates] == []
+
+
 def test_W1_a_large_waiter_at_the_head_does_not_stop_a_small_one() -> None:
     it = Desk(limit=2)
     it.node(node("n1", gib=80, devices=1))
