@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from openrl_common.errors import Rejected
+from openrl_client.pictures import new_figure, save
 from openrl_rehearsal.report import Report
 
 TIMELINES_MAX = 60
@@ -35,15 +35,9 @@ def draw(report: Report, path: Path) -> None:
     Raises:
         Rejected: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise Rejected(
-            "--chart needs matplotlib: pip install 'openrl[report]', or leave it out", code="usage"
-        ) from None
     shown = [job for job in report.jobs if job.timeline]
     few = 0 < len(shown) <= TIMELINES_MAX
-    figure = Figure(figsize=(11, 1.6 + 0.42 * len(shown) if few else 5), layout="constrained")
+    figure = new_figure(figsize=(11, 1.6 + 0.42 * len(shown) if few else 5))
     axes = figure.add_subplot()
     if few:
         _timelines(axes, report)
@@ -56,10 +50,7 @@ def draw(report: Report, path: Path) -> None:
         f"{report.plan.goal_within_s:g} s (profile {report.profile}, simulated)",
         fontsize=10,
     )
-    try:
-        figure.savefig(path, dpi=140)
-    except (OSError, ValueError) as error:
-        raise Rejected(f"--chart {path} cannot be written: {error}", code="usage") from error
+    save(figure, path)
 
 
 def _timelines(axes: Any, report: Report) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openrl_client.pictures import new_figure, save
 from openrl_common.errors import Rejected
 
 if TYPE_CHECKING:
@@ -13,21 +14,14 @@ if TYPE_CHECKING:
 
 def check(path: Path) -> None:
     """Raises Rejected, before anything is measured: matplotlib is not installed, or the directory is not there."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise Rejected(
-            "--chart needs matplotlib: pip install 'openrl[report]', or leave it out", code="usage"
-        ) from None
+    new_figure()
     if not path.absolute().parent.is_dir():
         raise Rejected(f"--chart {path} cannot be written: {path.parent} is not a directory", code="usage")
 
 
 def draw(report: SeatsReport, path: Path) -> None:
     """Write a picture (PNG, SVG, PDF by the suffix). Raises Rejected when the file cannot be written."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figure = new_figure(figsize=(11, 4))
     latency, cpu = figure.subplots(1, 2, width_ratios=[3, 2])
     points = sorted(
         [(point.rate_per_s, point.p50_ms, point.p99_ms) for point in report.curve]
@@ -56,7 +50,4 @@ def draw(report: SeatsReport, path: Path) -> None:
         f"{report.other_cores:g} cores",
         fontsize=9,
     )
-    try:
-        figure.savefig(path, dpi=140)
-    except (OSError, ValueError) as error:
-        raise Rejected(f"--chart {path} cannot be written: {error}", code="usage") from error
+    save(figure, path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from openrl_common.events import (
     JobEnded,
     JobFailed,
@@ -175,9 +177,9 @@ def test_W1_a_seat_promised_to_an_earlier_waiter_is_left_out_of_later_requests_u
     assert second.workload == trainer("a"), "what the first could not take goes to the next in line"
 
 
-def test_W1_a_seat_is_offered_once_its_host_memory_is_free_too() -> None:
-    """The ledger takes a seat off its claim first, off its node next (L4): in between only a smaller waiter fits."""
-    it = Desk(limit=2)
+def node_short_of_memory(*, limit: int) -> tuple[Desk, Callable[[], None], Callable[[], None]]:
+    """10 GiB of host memory, 8 and 1 of them taken by the two seats of claim ``c``, which goes in two steps."""
+    it = Desk(limit=limit)
     it.node(node(devices=1, host_gib=10))
     leaving, staying = entry("w1", host_gib=8), entry("w2", host_gib=1)
     host = {
@@ -186,31 +188,36 @@ def test_W1_a_seat_is_offered_once_its_host_memory_is_free_too() -> None:
     }
     it.claim("c", allocated({"x": leaving, "y": staying}))
     it.budget("n1", NodeBudget(entries=host))
+
+    def seat_leaves() -> None:
+        it.claim("c", allocated({"y": staying}))
+
+    def memory_is_free() -> None:
+        it.budget("n1", NodeBudget(entries={"y": host["y"]}))
+
+    return it, seat_leaves, memory_is_free
+
+
+def test_W1_a_seat_is_offered_once_its_host_memory_is_free_too() -> None:
+    """The ledger takes a seat off its claim first, off its node next (L4): in between only a smaller waiter fits."""
+    it, seat_leaves, memory_is_free = node_short_of_memory(limit=2)
     queue(it, "large", host_gib=8)
     queue(it, "small", host_gib=1)
-    it.claim("c", allocated({"y": staying}))
+    seat_leaves()
     it.submit("late", host_gib=1)
     assert [each for each in it.take(SeatRequested) if "c" in each.candidates] == []
-    it.budget("n1", NodeBudget(entries={"y": host["y"]}))
+    memory_is_free()
     (move,) = it.take(SeatRequested)
     assert (move.workload, move.candidates) == (sampler("large"), ("c",))
 
 
 def test_W1_host_memory_promised_to_an_earlier_waiter_is_not_offered_to_a_later_one() -> None:
     """The claim has seats for both, its node has memory for one: the later request must not get there first."""
-    it = Desk(limit=4)
-    it.node(node(devices=1, host_gib=10))
-    leaving, staying = entry("w1", host_gib=8), entry("w2", host_gib=1)
-    host = {
-        "x": NodeEntry(workload="w1", claim="c", host_bytes=8 * GIB),
-        "y": NodeEntry(workload="w2", claim="c", host_bytes=GIB),
-    }
-    it.claim("c", allocated({"x": leaving, "y": staying}))
-    it.budget("n1", NodeBudget(entries=host))
+    it, seat_leaves, memory_is_free = node_short_of_memory(limit=4)
     queue(it, "first", host_gib=8)
     queue(it, "second", host_gib=8)
-    it.claim("c", allocated({"y": staying}))
-    it.budget("n1", NodeBudget(entries={"y": host["y"]}))
+    seat_leaves()
+    memory_is_free()
     (move,) = it.take(SeatRequested)
     assert (move.workload, move.candidates) == (sampler("first"), ("c",))
     it.submit("late", host_gib=8)
