@@ -254,9 +254,7 @@ class Fleet:
                 return f"node {node.node} does not accept the role {need.shape.role}"
         if claim in need.avoid or record.node in need.avoid:
             return "it failed this workload lately"
-        if node is not None and (
-            problem := host_refusal(node, self._host_used.get(record.node, 0), need.shape.host_bytes)
-        ):
+        if node is not None and (problem := self._host_refusal(node, need.shape.host_bytes)):
             return problem
         return join_refusal(record, need.shape, self.limit if limit is None else limit)
 
@@ -283,9 +281,7 @@ class Fleet:
             node = self.nodes[self.claims[claim].node]
             avoided = bool(need.avoid) and not need.avoid.isdisjoint((claim, node.node))
             if not (
-                avoided
-                or host_refusal(node, self._host_used.get(node.node, 0), need.shape.host_bytes)
-                or (left_out is not None and left_out(claim))
+                avoided or self._host_refusal(node, need.shape.host_bytes) or (left_out is not None and left_out(claim))
             ):
                 found.append(claim)
             return len(found) == CANDIDATES_MAX
@@ -429,7 +425,7 @@ class Fleet:
                 continue
             if self.devices_claimed(node.node) >= len(node.devices):
                 continue
-            refused = host_refusal(node, self._host_used.get(node.node, 0), shape.host_bytes)
+            refused = self._host_refusal(node, shape.host_bytes)
             if not refused:
                 return ""
             first = first or refused
@@ -441,7 +437,10 @@ class Fleet:
         """P6 alone, on the claim's node."""
         record = self.claims.get(claim)
         node = self.nodes.get(record.node) if record is not None else None
-        return node is None or not host_refusal(node, self._host_used.get(node.node, 0), host_bytes)
+        return node is None or not self._host_refusal(node, host_bytes)
+
+    def _host_refusal(self, node: NodeRecord, host_bytes: int) -> str:
+        return host_refusal(node, self._host_used.get(node.node, 0), host_bytes)
 
     def claims_on(self, node: str) -> list[str]:
         return sorted(self._on_node.get(node, ()))

@@ -178,7 +178,7 @@ def test_W1_a_seat_promised_to_an_earlier_waiter_is_left_out_of_later_requests_u
 
 
 def node_short_of_memory(*, limit: int) -> tuple[Desk, Callable[[], None], Callable[[], None]]:
-    """10 GiB of host memory, 8 and 1 of them taken by the two seats of claim ``c``, which goes in two steps."""
+    """Of 10 GiB of host memory two seats of claim ``c`` take 8 and 1; the larger one leaves in two steps."""
     it = Desk(limit=limit)
     it.node(node(devices=1, host_gib=10))
     leaving, staying = entry("w1", host_gib=8), entry("w2", host_gib=1)
