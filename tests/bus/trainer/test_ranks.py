@@ -215,16 +215,24 @@ async def test_a_rank_killed_in_the_middle_ends_the_group_and_the_next_one_comes
     assert [name for name in quiet if quiet[name] != hit[name]] == []
 
 
+async def two_ranks_with_a_large_budget(
+    world: World, kind: JobKind, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, subprocess.Popen[bytes], psutil.Process]:
+    """A job ``tight`` that has learned once: its workload, the process of rank 0, and rank 1."""
+    monkeypatch.setenv("OPEN_RL_TRAIN_TOKEN_BUDGET", "60000")
+    workload = await world.workload(kind, "tight", devices=2)
+    await world.job("tight", kind, workload)
+    process = await world.start(workload, "tight-1")
+    assert (await world.ask("tight", learn(1, POLICY))).error is None
+    (other,) = [child for child in psutil.Process(process.pid).children() if "openrl_trainer.rank" in child.cmdline()]
+    return workload, process, other
+
+
 @LONG
 async def test_a_rank_short_of_memory_in_a_sharded_pass_halves_everybodys_budget_in_the_next_life_R14_R2_R5(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OPEN_RL_TRAIN_TOKEN_BUDGET", "60000")
-    workload = await world.workload(JobKind.FFT, "tight", devices=2)
-    await world.job("tight", JobKind.FFT, workload)
-    process = await world.start(workload, "tight-1")
-    assert (await world.ask("tight", learn(1, POLICY))).error is None
-    (other,) = [child for child in psutil.Process(process.pid).children() if "openrl_trainer.rank" in child.cmdline()]
+    workload, process, other = await two_ranks_with_a_large_budget(world, JobKind.FFT, monkeypatch)
     room = other.memory_info().vms + (64 << 20)  # the request itself fits, its pass does not
     other.rlimit(psutil.RLIMIT_AS, (room, room))
     await world.send("tight", learn(2, data(2, 1500, length=60)))
@@ -242,12 +250,7 @@ async def test_a_rank_short_of_memory_in_a_sharded_pass_halves_everybodys_budget
 async def test_a_data_parallel_rank_short_of_memory_halves_everybodys_budget_at_once_R14_R2(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OPEN_RL_TRAIN_TOKEN_BUDGET", "60000")
-    workload = await world.workload(JobKind.LORA, "tight", devices=2)
-    await world.job("tight", JobKind.LORA, workload)
-    process = await world.start(workload, "tight-1")
-    assert (await world.ask("tight", learn(1, POLICY))).error is None
-    (other,) = [child for child in psutil.Process(process.pid).children() if "openrl_trainer.rank" in child.cmdline()]
+    _, process, other = await two_ranks_with_a_large_budget(world, JobKind.LORA, monkeypatch)
     unlimited = other.rlimit(psutil.RLIMIT_AS)
     room = other.memory_info().vms + (64 << 20)
     other.rlimit(psutil.RLIMIT_AS, (room, unlimited[1]))
