@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +19,11 @@ import msgspec
 from openrl_client import agreement
 from openrl_client.bench.figures import cpu_seconds, machine_busy_s, milliseconds, percentile
 from openrl_client.bench.machine import Machine, StorePlace, describe, store_place
+from openrl_client.bench.scratch import scratch_with_model
 from openrl_client.connection import connect
 from openrl_client.home import Progress
 from openrl_client.job import Job
 from openrl_client.local_system import LocalSystem
-from openrl_client.tiny import make_tiny_model
 from openrl_common.errors import Rejected
 from openrl_common.records import JobKind, JobSpec
 from openrl_common.wire import Agreement
@@ -83,16 +81,11 @@ async def measure(
 ) -> SamplerReport:
     """Raises what LocalSystem and the client raise; Rejected for a store in memory or an engine that is not there."""
     place = store_place(store)
-    Path(place.path).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="openrl-bench-", dir=place.path) as scratch:
-        if model is None:
-            progress("making the tiny model")
-            model = Path(scratch) / "tiny"
-            await make_tiny_model(model, steps=1, environment=dict(os.environ))
+    async with scratch_with_model(place, model, progress) as (scratch, model):
         spec = JobSpec(name="bench", kind=JobKind(kind), base_model=str(model), dtype=dtype, engine=engine)
         async with (
             LocalSystem(
-                Path(scratch) / "home", devices="2x8GiB", trainer_host_base="512MiB", sampler_host_base="512MiB"
+                scratch / "home", devices="2x8GiB", trainer_host_base="512MiB", sampler_host_base="512MiB"
             ) as system,
             connect(system.nats_url) as client,
         ):

@@ -7,8 +7,6 @@ means a file: the figures are of that, not of a GPU's bus.
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -17,11 +15,11 @@ import msgspec
 
 from openrl_client.bench.figures import milliseconds, percentile
 from openrl_client.bench.machine import Machine, StorePlace, describe, store_place
+from openrl_client.bench.scratch import scratch_with_model
 from openrl_client.connection import connect
 from openrl_client.home import Progress
 from openrl_client.job import Job
 from openrl_client.local_system import LocalSystem
-from openrl_client.tiny import make_tiny_model
 from openrl_common.bus import Bus
 from openrl_common.events import TurnReleased
 from openrl_common.records import JobKind, JobSpec, Overrides
@@ -61,14 +59,9 @@ class TurnsReport(msgspec.Struct, frozen=True, kw_only=True):
 async def measure(store: Path | None, *, num_rounds: int, model: Path | None, progress: Progress) -> TurnsReport:
     """Raises what LocalSystem and the client raise; Rejected for a store in memory."""
     place = store_place(store)
-    Path(place.path).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="openrl-bench-", dir=place.path) as scratch:
-        if model is None:
-            progress("making the tiny model")
-            model = Path(scratch) / "tiny"
-            await make_tiny_model(model, steps=1, environment=dict(os.environ))
-        turns_s, events = await _rounds(Path(scratch) / "turns", model, 1.5 * _EACH_GIB, num_rounds, progress)
-        together_s, none = await _rounds(Path(scratch) / "together", model, 3 * _EACH_GIB, num_rounds, progress)
+    async with scratch_with_model(place, model, progress) as (scratch, model):
+        turns_s, events = await _rounds(scratch / "turns", model, 1.5 * _EACH_GIB, num_rounds, progress)
+        together_s, none = await _rounds(scratch / "together", model, 3 * _EACH_GIB, num_rounds, progress)
     assert not none, "workers that fit together parked (T2)"
     extra_s = median(turns_s) - median(together_s)
     return TurnsReport(
