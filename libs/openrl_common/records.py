@@ -467,6 +467,9 @@ class DeviceHold(Record, frozen=True, kw_only=True):
 
 
 class WorkerState(StrEnum):
+    """``starting``: written before there is a process, so that none runs of which only its launcher knew (L7)."""
+
+    STARTING = "starting"
     RUNNING = "running"
     EXITED = "exited"
     BACKING_OFF = "backing-off"

@@ -355,8 +355,15 @@ class Invariants:
                 )
 
     def claim_of(self, worker: Worker) -> str:
-        """The claim that lists a worker's assignment; empty when none does."""
+        """The claim that lists a worker's assignment; empty when none does.
+
+        While the ledger's bucket is lost: the one that is cut on the worker's devices (L7).
+        """
         seat = self.truth.seat(worker.launch.workload)
+        if self.ledger_is_lost:
+            for claim, cut in self.truth.cuts().items():
+                if (cut.state, cut.node, cut.devices) == (CutState.ALLOCATED, worker.node, worker.launch.devices):
+                    return claim
         return seat.claim if seat.state is not SeatState.EMPTY and seat.assignment == worker.launch.assignment else ""
 
     def said_gone(self, message: Stored) -> None:
@@ -409,7 +416,7 @@ class Invariants:
             return  # fenced this very moment
         self._expect(context.lease_held, f"{launch.assignment} touches its device although its lease lapsed (B5, B7)")
         worker.resident = True
-        worker.claim = worker.claim or self.claim_of(worker)  # else it started as the ledger's bucket was lost
+        worker.claim = worker.claim or self.claim_of(worker)
         if not context.turns.on:
             return
         record: TurnRecord = self.truth.one("$KV.openrl_turns.", worker.claim) or TurnRecord()

@@ -45,8 +45,8 @@ class JobPlan:
 class Fault:
     """``what``: kill, away, stop, outage, stall, power-off, cut-off, ledger-lost, orphan. ``whom``: process or node.
 
-    ``orphan``: the next worker that is started loses at once its launcher, which has not recorded it yet, and the
-    ledger's bucket with its seat: of what claim it is nobody knows (L7, B4).
+    ``orphan``: the next worker that is started loses at once its launcher, which has not recorded that it runs, and
+    the ledger's bucket with its seat (L7, B4).
     """
 
     what: str

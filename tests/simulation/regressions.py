@@ -36,4 +36,7 @@ REGRESSIONS: dict[int, str] = {
     20404: "a WorkerExited that came twice was acknowledged before what followed from it was written (E6)",
     2027: "a seat came free a moment before its host memory, and a smaller waiter got it before an earlier one (W1)",
     23119: "a claim with seats for two, host memory for one, was offered to two waiters, and the later got it (W1)",
+    100563: "a worker that its launcher had not recorded when both and the ledger were lost took no turns (L7, T2)",
+    1151: "the seat of a worker that its launcher had not recorded was rebuilt as empty: it ran twice (L7)",
+    1096: "the simulator did not know on what claim a worker was that came up while the ledger's bucket was lost",
 }

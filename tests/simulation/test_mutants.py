@@ -221,6 +221,15 @@ MUTANTS = [
         "worker.status is not Status.GONE",
         'worker.status is not Status.GONE and worker.claim != ""',
         ("invariant 5",),
+        also=((Workers._start, "self._store.workers.put(launch.assignment, tracked.record)", "asyncio.sleep(0)"),),
+        seeds=tuple(_seeds_where(_orphans, range(2000))),
+    ),
+    Mutant(
+        "L7 a worker is started before it is recorded",
+        Workers._start,
+        "self._store.workers.put(launch.assignment, tracked.record)",
+        "asyncio.sleep(0)",
+        ("T2", "invariant 1", "invariant 5"),
         seeds=tuple(_seeds_where(_orphans, range(2000))),
     ),
     Mutant(

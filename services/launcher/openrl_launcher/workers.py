@@ -1,6 +1,6 @@
 """Carrying out what ``core`` decided about workers: the start gate, the process, its exits, its end (B1, B4, B7, F4).
 
-    start:  lease starting (CAS) ─▶ process ─▶ record, WorkerLaunched ─▶ watched
+    start:  lease starting (CAS) ─▶ record ─▶ process ─▶ record, WorkerLaunched ─▶ watched
     exit:   what it left is killed ─▶ WorkerExited ─▶ back-off and start again, or left as exited (F4)
     stop:   seat read once more ─▶ lease fenced ─▶ SIGTERM, grace, SIGKILL ─▶ seen gone, memory returned ─▶ WorkerGone
 
@@ -130,7 +130,10 @@ class Workers:
                 tracked.status = Status.BACKING_OFF
             elif record.state is WorkerState.EXITED:
                 tracked.status = Status.EXITED
-        for assignment, process in found.items():  # started, but the launcher died before it could record it
+        for (
+            assignment,
+            process,
+        ) in found.items():  # without a record: lost, or of a launcher that recorded them only afterwards
             seat = await self._store.ledger_seats.get(process.workload) if process.workload else None
             claim = seat.value.claim if seat is not None and seat.value.assignment == assignment else ""
             record = WorkerRecord(
@@ -237,7 +240,7 @@ class Workers:
         again = record.launched_at > 0
         record = msgspec.structs.replace(
             record,
-            state=WorkerState.RUNNING,
+            state=WorkerState.STARTING,
             restarts=record.restarts + 1 if again else 0,
             launched_at=self._now(),
             log_path=str(self._backend.log_path(launch)),
@@ -245,6 +248,9 @@ class Workers:
             why="",
         )
         tracked.record = record
+        # First, because this launcher may die the moment the process is there, and the ledger's bucket be lost with the
+        # seat: on what claim it runs must be known all the same (B4, L7, T2).
+        await self._insist(lambda: self._store.workers.put(launch.assignment, tracked.record))
         if self.draining:
             tracked.status = Status.IDLE
             return
@@ -254,7 +260,9 @@ class Workers:
             log.error("worker %s cannot be started: %s", launch.workload, error)
             await self._on_exit(tracked, EXIT_CODE_NOT_STARTED, why=f"cannot be started: {error}")
             return
-        tracked.record = record = msgspec.structs.replace(record, pid=process.pid, started_at=process.started_at)
+        tracked.record = record = msgspec.structs.replace(
+            record, state=WorkerState.RUNNING, pid=process.pid, started_at=process.started_at
+        )
         self._attach(tracked, process)
         log.info(
             "worker %s started: pid %d, restarts %d, log %s",

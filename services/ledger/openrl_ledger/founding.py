@@ -20,7 +20,7 @@ from openrl_common.records import LedgerIdentityRecord, WorkerState
 
 log = logging.getLogger(__name__)
 
-LIVE = (WorkerState.RUNNING, WorkerState.BACKING_OFF)
+LIVE = (WorkerState.STARTING, WorkerState.RUNNING, WorkerState.BACKING_OFF)
 _LOOK_S = 0.5
 
 

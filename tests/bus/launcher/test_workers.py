@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from bus.launcher.launcher_helpers import Ledger, alive, starts, until
@@ -18,7 +19,8 @@ from openrl_common.controls import StopWorkers, WorkersStopped
 from openrl_common.events import WorkerExited, WorkerGone, WorkerLaunched
 from openrl_common.names import query_subject
 from openrl_common.nats_server import NatsServer
-from openrl_common.records import LeaseRecord, LeaseState, SeatRecord, SeatState, WorkerState
+from openrl_common.records import LeaseRecord, LeaseState, SeatRecord, SeatState, WorkerRecord, WorkerState
+from openrl_common.store import Entry
 from openrl_launcher.service import Launcher
 
 Launch = Callable[..., AbstractAsyncContextManager[Launcher]]
@@ -144,6 +146,53 @@ async def test_B1_a_restarted_launcher_adopts_its_workers_and_starts_none_twice(
         await ledger.event(WorkerGone, assignment=assignment)
         assert not alive(pid)
     assert starts(ledger.home / f"starts-{assignment}") == [str(pid)]
+
+
+async def test_L7_a_worker_is_recorded_before_it_is_started(ledger: Ledger, launch: Launch) -> None:
+    """Its launcher may die the moment it runs, and the ledger be lost: its claim and its entry are known."""
+    stored: list[WorkerRecord] = []
+
+    def on_change(_: str, entry: Entry[WorkerRecord] | None) -> None:
+        if entry is not None:
+            stored.append(entry.value)
+
+    mirror = await ledger.bus.store.workers.mirror(on_change=on_change)
+    async with launch():
+        _, claim, assignment, pid = await ledger.run("sleep")
+        await ledger.event(WorkerLaunched, assignment=assignment)
+    await until(lambda: len(stored) >= 2)
+    await mirror.close()
+    first, second = stored[:2]
+    assert (first.state, first.claim, first.pid) == (WorkerState.STARTING, claim, 0)
+    assert (second.state, second.claim, second.pid) == (WorkerState.RUNNING, claim, pid)
+    assert first.entry is not None
+    assert first.entry == second.entry
+
+
+async def test_L7_one_whose_launcher_died_before_or_after_the_start_is_adopted_or_started(
+    ledger: Ledger, launch: Launch
+) -> None:
+    """B1: the record alone does not say which of both."""
+    async with launch():
+        _, _, assignment, pid = await ledger.run("sleep")
+        await ledger.event(WorkerLaunched, assignment=assignment)
+    entry = await ledger.bus.store.workers.get(assignment)
+    assert entry is not None
+    starting = msgspec.structs.replace(entry.value, state=WorkerState.STARTING, pid=0, started_at=0.0)
+    await ledger.bus.store.workers.put(assignment, starting)
+    async with launch() as launcher:
+        assert launcher.workers.running == 1
+        await until(lambda: _pid_of(ledger, assignment, pid))
+    psutil.Process(pid).kill()
+    await until(lambda: not alive(pid))
+    await ledger.bus.store.workers.put(assignment, starting)
+    async with launch():
+        assert await ledger.started(assignment, times=2) != pid
+
+
+async def _pid_of(ledger: Ledger, assignment: str, pid: int) -> bool:
+    entry = await ledger.bus.store.workers.get(assignment)
+    return entry is not None and (entry.value.state, entry.value.pid) == (WorkerState.RUNNING, pid)
 
 
 async def test_B1_a_worker_started_but_not_recorded_is_found_by_its_environment(ledger: Ledger, launch: Launch) -> None:

@@ -97,6 +97,8 @@ def test_l7_what_was_ending_goes_on_ending() -> None:
 def test_l7_of_two_workers_of_one_workload_the_newer_one_has_the_seat() -> None:
     """Invariant 1."""
     old = worker("a1", started_at=1.0, entry=msgspec.structs.replace(ENTRY, incarnation=6))
+    starting = worker("a2", state=WorkerState.STARTING, launched_at=2.0)
+    assert derived(old, starting).seats[ENTRY.workload].assignment == "a2"
     found = derived(old, worker("a2", started_at=2.0))
     assert found.seats[ENTRY.workload].assignment == "a2"
     assert list(found.claims["c1"].entries) == ["a2"]

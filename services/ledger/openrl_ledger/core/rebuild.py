@@ -59,7 +59,7 @@ def rebuild(
     """
     found = Rebuilt()
     entries: dict[str, dict[str, ClaimEntry]] = {}
-    for worker in sorted(workers, key=lambda each: (each.started_at, each.assignment), reverse=True):
+    for worker in sorted(workers, key=_age, reverse=True):
         entry = worker.entry or _entry_of(worker, workloads.get(worker.workload), now)
         why_not = _why_not(worker, entry, cuts.get(worker.claim), found)
         if why_not or entry is None:
@@ -85,6 +85,11 @@ def rebuild(
             if record.phase not in _OVER and record.assignment:
                 found.notes.append(f"workload {workload} has no worker that runs: it asks for a seat again")
     return found
+
+
+def _age(worker: WorkerRecord) -> tuple[float, str]:
+    """The newest is the greatest. One that is being started has no start time of its own yet."""
+    return max(worker.started_at, worker.launched_at), worker.assignment
 
 
 def _why_not(worker: WorkerRecord, entry: ClaimEntry | None, cut: CutRecord | None, found: Rebuilt) -> str:
