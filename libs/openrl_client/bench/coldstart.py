@@ -15,6 +15,7 @@ import msgspec
 from openrl_client.bench import engine
 from openrl_client.bench.machine import Machine, describe
 from openrl_client.home import Progress
+from openrl_common.errors import Rejected
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +30,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ColdStartReport(msgspec.Struct, frozen=True, kw_only=True):
-    """``warm_s``: median of ``warm_starts_s``; ``compile_s``: of ``cold_s``; ``eager_s``: without compilation.
+    """``warm_s``: median of ``warm_starts_s``; ``eager_s``: without compilation; ``compile_s``: of
+    ``cold_s``, None where vLLM does not say (on CPUs).
 
     ``*_cpu_s``: the same starts in processor seconds of the process, which neighbours disturb less.
 
@@ -42,7 +44,7 @@ class ColdStartReport(msgspec.Struct, frozen=True, kw_only=True):
     ratio: float
     warm_starts_s: list[float]
     eager_s: float
-    compile_s: float
+    compile_s: float | None
     cold_cpu_s: float
     warm_cpu_s: float
     ratio_cpu: float
@@ -67,7 +69,10 @@ async def measure(model: Path | None, *, num_warm: int, progress: Progress) -> C
         warm: list[Start] = []
         for _ in range(num_warm):
             start = await engine.measure(Start, "start", str(model), str(root / "cache"))
-            assert start.cache == "warm"
+            if start.cache != "warm":
+                raise Rejected(
+                    f"nothing was kept for this start: the compile cache is {start.cache}", code="bench-failed"
+                )
             warm.append(start)
             progress(f"warm: {start.construction_s:.1f} s")
     warm_s = median(start.construction_s for start in warm)
@@ -78,7 +83,7 @@ async def measure(model: Path | None, *, num_warm: int, progress: Progress) -> C
         ratio=round(warm_s / cold.construction_s, 3),
         warm_starts_s=[round(start.construction_s, 2) for start in warm],
         eager_s=round(eager.construction_s, 2),
-        compile_s=round(cold.parts.get("compile", 0.0), 2),
+        compile_s=cold.parts.get("compile"),
         cold_cpu_s=round(cold.cpu_s, 2),
         warm_cpu_s=round(warm_cpu_s, 2),
         ratio_cpu=round(warm_cpu_s / cold.cpu_s, 3),

@@ -180,9 +180,7 @@ def start(model: Path, cache: Path, compiled: bool) -> None:
 
     from openrl_sampler.vllm_engine import VllmEngine
 
-    engine = VllmEngine(
-        VllmOptions(model_path=model, kind=JobKind.FFT, dtype="bfloat16", max_num_seqs=8, compile=compiled, cache=kept)
-    )
+    engine = VllmEngine(VllmOptions(model_path=model, kind=JobKind.FFT, max_num_seqs=8, compile=compiled, cache=kept))
     started, busy = time.perf_counter(), time.process_time()
     engine.load()
     print(

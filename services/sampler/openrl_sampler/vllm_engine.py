@@ -75,8 +75,10 @@ class VllmEngine(Calls):
         started = time.perf_counter()
         try:
             self._checkpoint = read_checkpoint(self._options.model_path)
+            num_compiled = _num_compiled()
             with self._starting():
                 self._engine = self._make(current_platform)
+            num_compiled = _num_compiled() - num_compiled
         except Rejected:
             raise
         except Exception as error:  # vLLM raises many kinds for models and settings that it cannot serve
@@ -94,6 +96,9 @@ class VllmEngine(Calls):
         compiling = float(config.compilation_config.compilation_time)
         if compiling:
             self.load_parts["compile"] = compiling
+        if num_compiled and self.cache_state in ("warm", "seeded"):
+            log.warning("the compile cache was %s, and yet vLLM compiled again", self.cache_state)
+            self.cache_state = "stale"
         log.info(
             "vLLM serves %s: %.1f s, of them %.1f compiling (cache %s), %d tokens of keys and values, updates %s",
             self._options.model_path, time.perf_counter() - started, compiling, self.cache_state or "none",
@@ -390,6 +395,13 @@ class VllmEngine(Calls):
 
     def _held_bytes(self) -> int:
         return max(self.rpc("openrl_held_bytes"))
+
+
+def _num_compiled() -> int:
+    """Models that vLLM has compiled in this process so far; one that it found on disk is none."""
+    from vllm.compilation.counter import compilation_counter
+
+    return int(compilation_counter.num_aot_compiles)
 
 
 def _prompt_scores(scores: Any) -> list[float]:
