@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 
 from kube.kube_helpers import H100, Cluster
@@ -79,3 +80,24 @@ async def test_K11_a_pin_that_does_not_hold_falls_back_to_the_scheduler(cluster:
         await cluster.ready("moved")
         assert (await cluster.claim_of("moved")).node == "n2"
         assert await cluster.phase("moved") is WorkloadPhase.READY
+
+
+async def test_K11_a_claim_is_born_with_the_schedulers_finalizer_and_goes_without_ever_being_allocated(
+    cluster: Cluster,
+) -> None:
+    """The scheduler then writes only its status; a claim that nobody wants any more is not held back by it."""
+    await cluster.add_nodes(("trainers", 1, H100, ("trainer",)), ("samplers", 2, H100, ("sampler",)))
+    async with cluster.launcher():
+        await cluster.submit("first", exclusive=True)
+        await cluster.ready("first")
+        listed = await cluster.kubectl("get", "resourceclaims", "-n", "openrl", "-o", "json", "--show-managed-fields")
+        for claim in json.loads(listed)["items"]:
+            fields = claim["metadata"]["managedFields"]
+            schedulers = {each.get("subresource") for each in fields if each["manager"] == "kube-scheduler"}
+            assert schedulers == {"status"}
+        await cluster.submit("second", exclusive=True)
+        await cluster.until(lambda: reason_of(cluster, "second"))
+        await cluster.until(lambda: cluster.pod_of("second"))
+        await cluster.cancel("second")
+        await cluster.cancel("first")
+        await cluster.nothing_is_left()

@@ -2,7 +2,7 @@
 
 Credentials, TLS and token refresh are the client library's; bodies are plain objects, answers bytes for msgspec. Every
 request has a deadline. Errors are the project's: ``Transient`` may be tried again, the others say what stands there.
-``requests`` counts what was sent, by verb and resource; ``under_way`` are those without an answer, no watches.
+``requests`` counts what was sent, by verb and resource.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ class KubeApi:
         self._api = api
         self.namespace = namespace
         self.requests: Counter[str] = Counter()
-        self.under_way = 0
         self.count: Gauge | None = None
 
     @classmethod
@@ -111,15 +110,12 @@ class KubeApi:
             Absent, Exists, Expired, Forbidden, Refused: by the status. Transient: 429, 5xx. Unreachable: no answer.
         """
         self._count(method, path)
-        self.under_way += 1
         try:
             async with asyncio.timeout(deadline_s):
                 response = await self._send(method, path, query, body, content_type, deadline_s)
                 data = await response.read()
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"the Kubernetes API does not answer {method} {path}: {error!r}") from error
-        finally:
-            self.under_way -= 1
         if response.status < 300:
             return bytes(data)
         raise _error(response.status, f"{method} {path}", bytes(data))

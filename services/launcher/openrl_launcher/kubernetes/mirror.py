@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 VERSION = "openrl.io/v1alpha1"
 DELAY_S = 1.0
 FULL_PASS_S = 60.0
-WRITES_PER_S = 100.0
-BUSY_WRITES_PER_S = 10.0
-"""While workers are being placed. A burst of thousands is shown a little later, and each of them in fewer writes: the
-API server has better things to do meanwhile."""
 _WRITERS = 4
+_PAUSE_PER_WRITE = 9.0
+"""A writer rests for so many times as long as its write took. An idle API server answers in milliseconds and is written
+to some eighty times a second; one that is busy, with whosever requests, is left alone: a burst of thousands is shown a
+little later, and each of them in fewer writes."""
 _RETRY_S = 2.0
 _OVER = (WorkloadPhase.FINISHED, WorkloadPhase.FAILED)
 KEEP_S = 300.0
@@ -67,7 +67,6 @@ class StatusMirror:
         self._written: dict[tuple[str, str], dict[str, Any]] = {}
         self._due: dict[tuple[str, str], float] = {}
         self._busy: set[tuple[str, str]] = set()
-        self._next_write_at = 0.0
         self._changed = asyncio.Event()
         self._mirrors: list[Mirror[Any]] = []
 
@@ -123,6 +122,7 @@ class StatusMirror:
     async def _write(self) -> None:
         while True:
             key = await self._next()
+            began = time.monotonic()
             try:
                 await self._bring_up_to_date(*key)
             except Transient as error:
@@ -132,6 +132,7 @@ class StatusMirror:
                 log.error("%s %s is not mirrored: %s", *key, error)
             finally:
                 self._busy.discard(key)
+            await asyncio.sleep(_PAUSE_PER_WRITE * (time.monotonic() - began))
 
     async def _next(self) -> tuple[str, str]:
         while True:
@@ -139,19 +140,13 @@ class StatusMirror:
             now = time.monotonic()
             # in the order of marking, which is nearly that of falling due
             key, due = next(((key, due) for key, due in self._due.items() if key not in self._busy), (None, now + 60.0))
-            due = max(due, self._next_write_at)
             if key is not None and due <= now:
-                self._next_write_at = now + 1.0 / self._writes_per_s()
                 del self._due[key]
                 self._busy.add(key)
                 return key
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(due - now):
                     await self._changed.wait()
-
-    def _writes_per_s(self) -> float:
-        """Fast while none but the mirror's own requests are under way."""
-        return WRITES_PER_S if self._api.under_way <= len(self._busy) else BUSY_WRITES_PER_S
 
     async def _bring_up_to_date(self, kind: str, name: str) -> None:
         wanted = self._wanted(kind, name)
