@@ -50,43 +50,28 @@ def read_ahead_bytes(fd: int) -> int:
         return READ_AHEAD_BYTES
 
 
-def missing_ranges(fd: int, num_bytes: int, block_bytes: int) -> list[tuple[int, int]] | None:
-    """``(offset, length)`` of the blocks of a file that are not wholly in the page cache; None when nobody may know.
+def is_resident(fd: int, offset: int, num_bytes: int) -> bool | None:
+    """Whether all of a range of a file is in the page cache, and up to date; None when nobody may know.
 
     mincore(2) tells the truth only to the owner of a file and to who may write it; to others it says that everything is
     in memory, so others are not asked (Linux 5.2 and later).
     """
-    if num_bytes == 0:
-        return []
-    pages = _resident_pages(fd, num_bytes)
-    if pages is None:
-        return None
-    step = block_bytes // mmap.PAGESIZE
-    return [
-        (first * mmap.PAGESIZE, min(block_bytes, num_bytes - first * mmap.PAGESIZE))
-        for first in range(0, len(pages), step)
-        if pages.count(1, first, first + step) < min(step, len(pages) - first)
-    ]
-
-
-def is_resident(fd: int, offset: int) -> bool | None:
-    """Whether the page of a file that holds ``offset`` is in the page cache; None when nobody may know."""
-    pages = _resident_pages(fd, offset + 1)
-    return None if pages is None else pages[-1] == 1
-
-
-def _resident_pages(fd: int, num_bytes: int) -> bytes | None:
-    """One byte a page, 1 = in the page cache."""
     libc = _libc()
-    if libc is None or not _may_ask(fd):
+    if libc is None or num_bytes < 1 or not _may_ask(fd):
         return None
-    # Private and writable: only so ctypes gives the address; nothing is ever written.
-    with mmap.mmap(fd, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as mapping:
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    length = offset + num_bytes - start
+    pages = ctypes.create_string_buffer(-(-length // mmap.PAGESIZE))
+    try:
+        # Private and writable: only so ctypes gives the address; nothing is ever written.
+        mapping = mmap.mmap(fd, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
+    except (OSError, ValueError):  # shorter than it was
+        return None
+    with mapping:
         anchor = ctypes.c_char.from_buffer(mapping)
-        pages = ctypes.create_string_buffer(-(-num_bytes // mmap.PAGESIZE))
-        failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(anchor)), ctypes.c_size_t(num_bytes), pages)
+        failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(anchor)), ctypes.c_size_t(length), pages)
         del anchor
-    return None if failed else pages.raw
+    return None if failed else pages.raw.count(1) == len(pages)
 
 
 def _may_ask(fd: int) -> bool:

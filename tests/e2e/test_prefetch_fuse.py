@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from openrl_client.bench.mounts import slow_mount, why_no_fuse
 from openrl_common.errors import Rejected
 from openrl_common.page_cache import file_system_of
-from openrl_common.prefetch import BLOCK_BYTES, PrefetchMode, prefetch
+from openrl_common.prefetch import Prefetch, PrefetchMode
+from openrl_common.prefetch_blocks import BLOCK_BYTES
 
 SIZE = 2 * BLOCK_BYTES + 4321
 
@@ -29,7 +32,7 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
     source, point = tmp_path / "source", tmp_path / "mount"
     source.mkdir()
     point.mkdir()
-    (source / "model.safetensors").write_bytes(os.urandom(SIZE))
+    save_file({"weight": np.frombuffer(os.urandom(SIZE), np.uint8)}, source / "model.safetensors")
     with ExitStack() as mounts:
 
         def start(*options: str) -> Path:
@@ -44,16 +47,16 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 def test_R1_a_fuse_mount_is_read_once_and_found_in_the_page_cache_afterwards(mount: Mount) -> None:
     point = mount("--latency-ms", "5")
     assert file_system_of(point) == "fuse.openrl-slow"
-    first = prefetch(point, mode=PrefetchMode.AUTO)
+    first = Prefetch(point, mode=PrefetchMode.AUTO).run()
     assert (first.read_bytes, first.cancelled) == (SIZE, False)
     assert "fuse.openrl-slow" in first.decision.reason
-    again = prefetch(point, mode=PrefetchMode.AUTO)
+    again = Prefetch(point, mode=PrefetchMode.AUTO).run()
     assert not again.decision.read
     assert "page cache already" in again.decision.reason
 
 
 def test_R1_a_mount_that_drops_its_cache_on_open_is_told_apart_and_not_read(mount: Mount) -> None:
-    done = prefetch(mount("--latency-ms", "1", "--forgetful"), mode=PrefetchMode.AUTO)
+    done = Prefetch(mount("--latency-ms", "1", "--forgetful"), mode=PrefetchMode.AUTO).run()
     assert done.read_bytes == 0
     assert "forgets" in done.decision.reason
 
@@ -61,7 +64,7 @@ def test_R1_a_mount_that_drops_its_cache_on_open_is_told_apart_and_not_read(moun
 def test_R1_a_read_that_fails_names_the_file_and_a_byte_of_the_failing_piece(mount: Mount) -> None:
     point = mount("--latency-ms", "1", "--fail-at", str(BLOCK_BYTES))
     with pytest.raises(Rejected) as caught:
-        prefetch(point, mode=PrefetchMode.AUTO)
+        Prefetch(point, mode=PrefetchMode.AUTO).run()
     assert caught.value.code == "checkpoint-unreadable"
     assert str(point / "model.safetensors") in str(caught.value)
     assert "Input/output error" in str(caught.value)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from openrl_common.parking import Left
+from openrl_common.prefetch import Prefetch
 from openrl_common.records import WeightsRecord
 from openrl_common.weights import WeightsManifest
 from openrl_common.wire import ErrorInfo, SamplingParams, Sequence
@@ -88,8 +89,11 @@ class Engine(Protocol):
     max_model_len: int
     vocabulary_size: int
 
-    def load(self) -> None:
-        """Read the base model and be ready to generate. Raises Rejected (a path or config that cannot serve)."""
+    def load(self, prefetch: Prefetch | None = None) -> None:
+        """Read the base model and be ready to generate. Raises Rejected (a path or config that cannot serve).
+
+        ``prefetch`` brings the checkpoint into the page cache meanwhile (R1).
+        """
 
     def check(self, call: GenerateCall) -> None:
         """Raise Rejected when this engine can never run the call (memory, stop strings without a tokenizer).

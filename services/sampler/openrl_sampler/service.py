@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from openrl_common.names import sample_subject
-from openrl_common.prefetch import PrefetchMode
+from openrl_common.prefetch import Prefetch, PrefetchMode
 from openrl_common.prefetch_phase import prefetching
 from openrl_common.records import JobKind, Phase
 from openrl_common.service import until_stopped
@@ -106,11 +106,13 @@ class Sampler:
     async def start(self) -> None:
         """Engine up, newest weights applied, ready record written. Phases: imports, load, engine, weights."""
         context = self._context
-        async with prefetching(context, PrefetchMode(self._config.prefetch)):
+        async with prefetching(context, PrefetchMode(self._config.prefetch)) as prefetch:
             with context.stamp("imports"):
                 await self._in_thread(lambda: import_engine(context.workload, self._engine_settings()))
-        async with context.turn():
-            await self._load()
+            if not context.workload.shape.exclusive:
+                await prefetch.whole()  # others may want the device while the network is waited for
+            async with context.turn():
+                await self._load(prefetch)
         if self._engine.can_park:
             context.movers(self._park, self._resume)
         with context.stamp("weights"):
@@ -126,11 +128,11 @@ class Sampler:
             }
         )
 
-    async def _load(self) -> None:
+    async def _load(self, prefetch: Prefetch) -> None:
         context = self._context
         with context.stamp("load", context.workload.base_model):
             self._engine = await self._in_thread(lambda: make_engine(context.workload, self._engine_settings()))
-            await self._in_thread(self._engine.load)
+            await self._in_thread(lambda: self._engine.load(prefetch))
         for part, seconds in self._engine.load_parts.items():
             context.phases.append(Phase(name=part, started_at=time.time() - seconds, seconds=seconds))
         self._weights = WeightsKeeper(context, self._engine, self._in_thread, self._wake, self._metrics)

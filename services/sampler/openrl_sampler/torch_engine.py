@@ -23,6 +23,7 @@ from torch import Tensor
 
 from openrl_common.errors import Bug, Rejected
 from openrl_common.parking import Left, Parking
+from openrl_common.prefetch import Prefetch
 from openrl_common.records import WeightsRecord
 from openrl_common.weights import WeightsManifest
 from openrl_sampler.adapter_shelf import Adapter
@@ -56,8 +57,8 @@ class TorchEngine(Calls):
 
     # --- loading -------------------------------------------------------------------------------------------------
 
-    def load(self) -> None:
-        self._resident = ResidentModel(self._options)
+    def load(self, prefetch: Prefetch | None = None) -> None:
+        self._resident = ResidentModel(self._options, prefetch)
         self._device = self._resident.device
         self._forward = Forward(self._resident.model)
         self._adapters = Adapters(self._resident.model, self._options.max_rank)

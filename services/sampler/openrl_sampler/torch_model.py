@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from openrl_common.arriving import load_arriving
 from openrl_common.errors import Rejected
+from openrl_common.prefetch import Prefetch
 from openrl_common.records import JobKind
 from openrl_sampler.tokenizer import Tokenizer
 
@@ -41,7 +43,7 @@ class TorchOptions:
 class ResidentModel:
     """A loaded model and its tokenizer, which is read only when somebody needs it."""
 
-    def __init__(self, options: TorchOptions) -> None:
+    def __init__(self, options: TorchOptions, prefetch: Prefetch | None = None) -> None:
         """Raises Rejected, naming the path and what is wrong with it."""
         self._path = options.model_path
         self.tokenizer = Tokenizer(options.model_path)
@@ -49,7 +51,7 @@ class ResidentModel:
         if self.device.type == "cuda":
             # cuDNN's attention compiles a plan for every new shape, and keys grow by one with every step.
             torch.backends.cuda.enable_cudnn_sdp(False)
-        self.model = _read(self._path, options.dtype, self.device)
+        self.model = _read(self._path, options.dtype, self.device, prefetch)
         config = self.model.config.get_text_config(decoder=True)
         self.vocabulary_size = int(config.vocab_size)
         longest = int(getattr(config, "max_position_embeddings", 0) or 2048)
@@ -75,16 +77,17 @@ class ResidentModel:
         return tokens
 
 
-def _read(path: Path, dtype: str, device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+def _read(path: Path, dtype: str, device: torch.device, prefetch: Prefetch | None) -> Any:
+    import transformers
 
-    logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
     if not (path / "config.json").is_file():
         raise Rejected(f"base model {path} has no config.json: give a Hugging Face model directory", code="bad-model")
     chosen = _DTYPES.get(dtype, torch.bfloat16 if device.type == "cuda" else torch.float32)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=chosen)
+        model: Any = load_arriving(transformers, path, dtype=chosen, device=device, prefetch=prefetch)
+    except Rejected:
+        raise
     except Exception as error:  # transformers and safetensors raise many kinds for files that do not fit
         raise Rejected(f"base model {path} cannot be loaded: {error}", code="bad-model") from error
     foreign = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()) - _LAYERS_SERVED

@@ -29,6 +29,7 @@ from typing import Any
 
 from openrl_common.errors import Bug, Rejected
 from openrl_common.parking import Left
+from openrl_common.prefetch import Prefetch
 from openrl_common.records import JobKind, WeightsRecord
 from openrl_common.tensors import read_checkpoint
 from openrl_common.weights import WeightsManifest
@@ -67,9 +68,11 @@ class VllmEngine(Calls):
 
     # --- loading -------------------------------------------------------------------------------------------------
 
-    def load(self) -> None:
+    def load(self, prefetch: Prefetch | None = None) -> None:
         from vllm.platforms import current_platform
 
+        if prefetch is not None:
+            prefetch.wait_for_all()  # its loader would read what is not there yet in steps of its own
         self._on_cpu = current_platform.is_cpu()
         self.can_park = not self._on_cpu
         started = time.perf_counter()

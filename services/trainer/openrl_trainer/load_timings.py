@@ -1,20 +1,20 @@
 """How long one way to read a checkpoint takes, cold: ``openrl bench prefetch`` runs this file once a measurement.
 
     python load_timings.py make DIRECTORY              a Qwen3 of 0.6 B random parameters in bfloat16, 1.1 GiB
-    python load_timings.py METHOD DIRECTORY            one line of JSON: seconds, detail, how the cache was emptied
+    python load_timings.py METHOD DIRECTORY            one line of JSON: seconds, and what they were spent on
 
 What is timed, after all imports and with nothing of the checkpoint in the page cache, is the time until every byte of
-every tensor has been in memory:
+every tensor has been in memory and on its way to a device:
 
-    mmap             from_pretrained at the checkpoint's dtype, then each parameter copied, as to a device, by as many
-                     threads as from_pretrained itself uses
+    mmap             from_pretrained at the checkpoint's dtype, each tensor going through a buffer as it is loaded
     warm             the same with everything in the page cache: what of all the others is not waiting for the disk
-    openrl           as mmap, after ``openrl_common.prefetch`` on auto; openrl-always: on always
-    vllm             vLLM's iterator with its prefetch strategy (8 threads, 16 MiB, beside mapped reads), each copied
-    runai            the Run:ai streamer as it comes, its own copies
+    openrl           as mmap, beside ``openrl_common.prefetch`` on auto; openrl-always: on always
+    vllm             vLLM's iterator with its prefetch strategy (8 threads, 16 MiB, mapped reads), the same buffer
+    runai            the Run:ai streamer as it comes, into its own buffers
     fastsafetensors  without GPUDirect, into its own buffers
 
-The last three build no model, which is to their advantage.
+The buffer stands for a device that is not here: a driver takes pageable memory to a GPU through one, in the thread that
+asks, which with ``device_map`` is one of from_pretrained's own. The last three build no model, to their advantage.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,8 @@ from typing import Any
 
 Timed = Callable[[], str]
 _SHARD = "400MB"
+_BUFFER_BYTES = 4 << 20
+_BUFFERS = threading.local()
 
 
 def make(directory: Path) -> None:
@@ -46,36 +49,60 @@ def make(directory: Path) -> None:
 
 
 def mmap(directory: Path) -> Timed:
-    return _loading(directory, lambda: "")
+    return _loading(directory, None)
 
 
-def openrl(directory: Path, mode: str = "auto") -> Timed:
-    from openrl_common.prefetch import PrefetchMode, prefetch
-
-    return _loading(directory, lambda: str(prefetch(directory, mode=PrefetchMode(mode))))
+def openrl(directory: Path) -> Timed:
+    return _loading(directory, "auto")
 
 
 def openrl_always(directory: Path) -> Timed:
-    return openrl(directory, "always")
+    return _loading(directory, "always")
 
 
-def _loading(directory: Path, first: Callable[[], str]) -> Timed:
+def _loading(directory: Path, mode: str | None) -> Timed:
+    import torch
     import transformers
     import transformers.models.qwen3.modeling_qwen3
 
+    from openrl_common.arriving import load_arriving
+    from openrl_common.prefetch import Prefetch, PrefetchMode
+
     transformers.utils.logging.disable_progress_bar()
-    num_threads = min(4, os.cpu_count() or 1)
+    _load_through_a_buffer()
 
     def timed() -> str:
-        said = first()
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            str(directory), local_files_only=True, dtype="auto"
-        )
-        with ThreadPoolExecutor(num_threads) as threads:
-            list(threads.map(_copy, model.parameters()))
-        return said
+        prefetch = None if mode is None else Prefetch(directory, mode=PrefetchMode(mode))
+        with ThreadPoolExecutor(1) as thread:
+            reading = thread.submit(lambda: "" if prefetch is None else str(prefetch.run()))
+            dtype, device = torch.bfloat16, torch.device("cpu")
+            load_arriving(transformers, directory, dtype=dtype, device=device, prefetch=prefetch)
+            return reading.result()
 
     return timed
+
+
+def _load_through_a_buffer() -> None:
+    """Where from_pretrained would copy a tensor to its device."""
+    from transformers import core_model_loading as loading
+
+    materialize = loading._materialize_copy
+
+    def through_a_buffer(*arguments: Any, **named: Any) -> Any:
+        tensor = materialize(*arguments, **named)
+        _through_a_buffer(tensor)
+        return tensor
+
+    loading._materialize_copy = through_a_buffer
+
+
+def _through_a_buffer(tensor: Any) -> None:
+    import torch
+
+    if not hasattr(_BUFFERS, "bytes"):
+        _BUFFERS.bytes = torch.zeros(_BUFFER_BYTES, dtype=torch.uint8)
+    for piece in tensor.flatten().view(torch.uint8).split(_BUFFER_BYTES):
+        _BUFFERS.bytes[: piece.numel()].copy_(piece)
 
 
 def vllm(directory: Path) -> Timed:
@@ -85,7 +112,7 @@ def vllm(directory: Path) -> Timed:
     def timed() -> str:
         files = [str(path) for path in _files(directory)]
         for _, tensor in safetensors_weights_iterator(files, False, safetensors_load_strategy="prefetch"):
-            _copy(tensor)
+            _through_a_buffer(tensor)
         return f"vllm {package.__version__}"
 
     return timed
@@ -138,10 +165,6 @@ METHODS: dict[str, Callable[[Path], Timed]] = {
 }
 
 
-def _copy(tensor: Any) -> None:
-    tensor.detach().clone()
-
-
 def _files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
 
@@ -166,10 +189,15 @@ def main(method: str, directory: Path) -> None:
         return
     timed = METHODS[method](directory)
     emptied = "" if method == "warm" else empty_page_cache(directory)
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     detail = timed()
-    seconds = time.perf_counter() - started
-    print(json.dumps({"seconds": seconds, "detail": detail, "cache_emptied_by": emptied}), flush=True)
+    figures = {
+        "seconds": time.perf_counter() - started,
+        "cpu_s": time.process_time() - cpu_started,
+        "detail": detail,
+        "cache_emptied_by": emptied,
+    }
+    print(json.dumps(figures), flush=True)
     os._exit(0)  # taking down torch and the streamers' threads in order takes seconds
 
 

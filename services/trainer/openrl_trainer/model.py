@@ -22,7 +22,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from openrl_common.arriving import load_arriving
 from openrl_common.errors import Rejected
+from openrl_common.prefetch import Prefetch
 from openrl_common.records import LoraSpec
 from openrl_trainer.losses import chunked_logprobs
 from openrl_trainer.model_path import check_model_path
@@ -91,12 +93,21 @@ class BaseModel:
         sharding: how it is divided among ranks; None: this process has it whole.
     """
 
-    def __init__(self, path: str, *, dtype: str, device: torch.device, frozen: bool, length_max: int = 0) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        dtype: str,
+        device: torch.device,
+        frozen: bool,
+        length_max: int = 0,
+        prefetch: Prefetch | None = None,
+    ) -> None:
+        """``prefetch``: runs in another thread; the model is loaded as its tensors arrive (R1)."""
         directory = check_model_path(path)
+        chosen = choose_dtype(dtype, device)
         try:
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(
-                str(directory), local_files_only=True, dtype=choose_dtype(dtype, device)
-            )
+            loaded = load_arriving(transformers, directory, dtype=chosen, device=device, prefetch=prefetch)
         except (OSError, ValueError, KeyError, RuntimeError, safetensors.SafetensorError) as error:
             reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
             raise Rejected(f"base model {path!r} cannot be loaded: {reason}", code="bad-model") from error

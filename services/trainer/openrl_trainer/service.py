@@ -1,6 +1,6 @@
 """The trainer's shell: starts the base model, then serves the jobs whose records name this workload.
 
-    start   imports and prefetch ─▶ load ─▶ (FFT: the job's engine) ─▶ ready record      each phase stamped
+    start   prefetch beside imports and load ─▶ (FFT: the job's engine) ─▶ ready record  each phase stamped
     serve   mirror of openrl_jobs ─▶ a JobRunner per job; LoRA jobs come and go, an FFT trainer has one
     stop    SIGTERM or a tombstone: logs are not read further, the entry in hand ends, exit 0 (E17)
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from openrl_common.parking import Parking
-from openrl_common.prefetch import PrefetchMode
+from openrl_common.prefetch import Prefetch, PrefetchMode
 from openrl_common.prefetch_phase import prefetching
 from openrl_common.records import JobKind, JobRecord, LoraSpec, Phase
 from openrl_common.store import Entry, Mirror
@@ -111,12 +111,15 @@ class Trainer:
         num_devices = context.workload.shape.device_count
         if num_devices > 1:
             self._group = Group(num_devices)
-        async with prefetching(context, PrefetchMode(self._config.prefetch)):
+        async with prefetching(context, PrefetchMode(self._config.prefetch)) as prefetch:
             with context.stamp("imports"):
                 await self._device.run_anywhere(_import_engine)
-        await context.publish_phases()
-        with context.stamp("load", context.workload.base_model):
-            self._base = await self._device.run(self._load)
+            await context.publish_phases()
+            if self._group is not None or not context.workload.shape.exclusive:
+                # Other processes load beside this one; others may want the device, and the network is waited for.
+                await prefetch.whole()
+            with context.stamp("load", context.workload.base_model):
+                self._base = await self._device.run(lambda: self._load(prefetch))
         if self._group is None:
             context.movers(self._park, self._resume)  # several devices are exclusive, so nobody asks for them (P10)
         self._jobs = await context.store.jobs.mirror(on_change=self._on_change)
@@ -138,7 +141,7 @@ class Trainer:
         given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
         return self._config.torch_threads or (int(given) if given.isdigit() and int(given) > 0 else 1)
 
-    def _load(self) -> BaseModel:
+    def _load(self, prefetch: Prefetch) -> BaseModel:
         import torch
 
         from openrl_trainer.model import BaseModel, prepare_torch
@@ -165,6 +168,7 @@ class Trainer:
             device=device,
             frozen=workload.kind is JobKind.LORA,
             length_max=workload.max_model_len,
+            prefetch=prefetch,
         )
 
     # --- turns on a shared device (T5) ---------------------------------------------------------------------------

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from openrl_common import page_cache
-from openrl_common import prefetch as module
+from openrl_common import prefetch_reading as module
 from openrl_common.errors import Rejected
 from openrl_common.host_memory import room
-from openrl_common.prefetch import BLOCK_BYTES, Facts, PrefetchMode, decide, prefetch
+from openrl_common.page_cache import is_resident
+from openrl_common.prefetch import Facts, Prefetch, PrefetchMode, decide
+from openrl_common.prefetch_blocks import BLOCK_BYTES, Block, Blocks, blocks_of, loading_order
 
 GIB = 1 << 30
 
@@ -22,10 +28,14 @@ def facts(
     return Facts(file_system=file_system, total_bytes=total, missing_bytes=missing, available_bytes=available)
 
 
+SIZE = 3 * BLOCK_BYTES + 17
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Three blocks and a bit. Prefetch never looks into a file, so it need not be one that loads."""
-    (tmp_path / "model.safetensors").write_bytes(b"x" * (3 * BLOCK_BYTES + 17))
+    """Three blocks and a bit: one large tensor, and a small one whose name comes first."""
+    tensors = {"layers.10": np.ones(SIZE - 1000, np.uint8), "layers.9": np.ones(1000, np.uint8)}
+    save_file(tensors, tmp_path / "model.safetensors")
     return tmp_path
 
 
@@ -68,6 +78,36 @@ def test_R1_when_the_kernel_does_not_tell_what_is_in_memory_all_of_it_is_to_be_r
     assert "16 GiB of 16 GiB" in decision.reason
 
 
+# --- blocks -------------------------------------------------------------------------------------------------------
+
+
+def test_R1_blocks_go_by_the_loaders_order_of_tensors_and_hold_every_byte_once(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    layers = {f"model.layers.{n}.weight": np.full(1000 * (n + 1), n, np.uint8) for n in range(12)}
+    save_file(layers, first)
+    save_file({"model.embed": np.ones(2 * BLOCK_BYTES + 5, np.uint8), "model.none": np.ones(0, np.uint8)}, second)
+    blocks = blocks_of((first, second))
+    assert [block.path for block in blocks.blocks[:3]] == [second] * 3
+    assert blocks.num_bytes == sum(each.nbytes for each in layers.values()) + 2 * BLOCK_BYTES + 5
+    assert blocks.of_tensor["model.embed"] == range(3)
+    assert not blocks.of_tensor["model.none"]
+    starts = [blocks.of_tensor[f"model.layers.{n}.weight"].start for n in range(12)]
+    assert starts == sorted(starts)
+    for name, array in layers.items():
+        data = b"".join(first.read_bytes()[each.offset : each.end] for each in _of(blocks, name))
+        assert array.tobytes() in data
+    assert all(block.num_bytes <= BLOCK_BYTES for block in blocks.blocks)
+
+
+def _of(blocks: Blocks, name: str) -> list[Block]:
+    return [blocks.blocks[index] for index in blocks.of_tensor[name]]
+
+
+def test_R1_numbers_in_names_are_ordered_by_value_and_any_two_names_compare() -> None:
+    names = ["h.10.w", "h.9.w", "h.9.a", "10", "h", "h.9", "9"]
+    assert sorted(names, key=loading_order) == ["9", "10", "h", "h.9", "h.9.a", "h.9.w", "h.10.w"]
+
+
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
@@ -80,28 +120,43 @@ def unknown_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unknown_cache")
 def test_R1_every_byte_is_read_once_and_reported(checkpoint: Path) -> None:
     reports: list[tuple[int, int]] = []
-    done = prefetch(checkpoint, mode=PrefetchMode.ALWAYS, report=lambda *counts: reports.append(counts))
-    size = 3 * BLOCK_BYTES + 17
-    assert (done.read_bytes, done.cancelled) == (size, False)
+    done = Prefetch(checkpoint, mode=PrefetchMode.ALWAYS, report=lambda *counts: reports.append(counts)).run()
+    assert (done.read_bytes, done.cancelled) == (SIZE, False)
     assert sorted(reports) == reports
-    assert reports[-1] == (size, size)
+    assert reports[-1] == (SIZE, SIZE)
     assert str(done).startswith("prefetched 12 MiB in ")
 
 
 def test_R1_a_checkpoint_just_written_is_in_memory_and_not_read(checkpoint: Path) -> None:
-    done = prefetch(checkpoint, mode=PrefetchMode.ALWAYS)
+    done = Prefetch(checkpoint, mode=PrefetchMode.ALWAYS).run()
     if "to read from" in done.decision.reason:
         pytest.skip("this file system or kernel does not keep or tell what was just written")
     assert done.read_bytes == 0
     assert str(done) == "not prefetched: all of its 12 MiB are in the page cache already"
 
 
+def test_R1_what_is_missing_is_there_afterwards_without_being_copied(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint / "model.safetensors"
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if is_resident(file.fileno(), 0, path.stat().st_size) is not False:
+            pytest.skip("this file system or kernel does not drop or tell what is in memory")
+        monkeypatch.setattr(module.Reading, "_read_through", lambda *_: pytest.fail("it was read through"))
+        done = Prefetch(checkpoint, mode=PrefetchMode.ALWAYS).run()
+        assert 0 < done.read_bytes <= SIZE
+        assert is_resident(file.fileno(), 0, path.stat().st_size)
+
+
 def test_R1_off_reads_nothing_not_even_the_index(tmp_path: Path) -> None:
-    assert str(prefetch(tmp_path / "nowhere", mode=PrefetchMode.OFF)) == "not prefetched: --prefetch is off"
+    done = Prefetch(tmp_path / "nowhere", mode=PrefetchMode.OFF).run()
+    assert str(done) == "not prefetched: --prefetch is off"
 
 
 def test_R1_a_directory_without_safetensors_is_left_to_the_loader(tmp_path: Path) -> None:
-    done = prefetch(tmp_path, mode=PrefetchMode.ALWAYS)
+    done = Prefetch(tmp_path, mode=PrefetchMode.ALWAYS).run()
     assert not done.decision.read
     assert "model.safetensors" in done.decision.reason
 
@@ -109,10 +164,10 @@ def test_R1_a_directory_without_safetensors_is_left_to_the_loader(tmp_path: Path
 @pytest.mark.usefixtures("unknown_cache")
 def test_R1_told_to_stop_it_reads_no_further(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "THREADS", 1)
-    cancel = threading.Event()
-    done = prefetch(checkpoint, mode=PrefetchMode.ALWAYS, report=lambda *_: cancel.set(), cancel=cancel)
+    prefetch = Prefetch(checkpoint, mode=PrefetchMode.ALWAYS, report=lambda *_: prefetch.end())
+    done = prefetch.run()
     assert done.cancelled
-    assert done.read_bytes == BLOCK_BYTES
+    assert done.read_bytes == 1000
     assert "told to stop" in str(done)
 
 
@@ -127,13 +182,56 @@ def test_R1_a_file_that_became_shorter_is_refused_with_its_name_and_the_byte(
             file.truncate(BLOCK_BYTES + 5)
         return 0
 
-    monkeypatch.setattr(module, "THREADS", 1)
-    monkeypatch.setattr(module, "_announce_reading", shorten)
-    with pytest.raises(Rejected) as caught:
-        prefetch(checkpoint, mode=PrefetchMode.ALWAYS)
-    assert caught.value.code == "checkpoint-unreadable"
-    assert str(path) in str(caught.value)
-    assert f"byte {BLOCK_BYTES + 5:,}" in str(caught.value)
+    monkeypatch.setattr(module, "announce_reading", shorten)
+    prefetch = Prefetch(checkpoint, mode=PrefetchMode.ALWAYS)
+    for attempt in (prefetch.run, prefetch.check, lambda: prefetch.wait_for("layers.10"), prefetch.wait_for_all):
+        with pytest.raises(Rejected) as caught:
+            attempt()
+        assert caught.value.code == "checkpoint-unreadable"
+        assert str(path) in str(caught.value)
+    assert "it ends there" in str(caught.value)
+
+
+# --- waiting ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unknown_cache")
+def test_R1_who_waits_for_a_tensor_goes_on_when_it_is_there_and_not_before(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The large tensor's reading is held until the small one, which comes first, has been waited for."""
+    let_go, order = threading.Event(), []
+    bring = module.Reading._bring
+
+    def held(reading: module.Reading, block: Block, buffer: memoryview) -> bool:
+        if block.num_bytes > 1000:
+            let_go.wait()
+        return bring(reading, block, buffer)
+
+    monkeypatch.setattr(module.Reading, "_bring", held)
+    prefetch = Prefetch(checkpoint, mode=PrefetchMode.ALWAYS)
+    with ThreadPoolExecutor(3) as threads:
+        running = threads.submit(prefetch.run)
+        prefetch.wait_for("layers.9")
+        prefetch.wait_for("no tensor of it")
+        waiting = [threads.submit(prefetch.wait_for, "layers.10"), threads.submit(prefetch.wait_for_all)]
+        order.append([each.done() for each in waiting])
+        let_go.set()
+        for each in waiting:
+            each.result()
+        assert running.result().read_bytes == SIZE
+    assert order == [[False, False]]
+
+
+@pytest.mark.parametrize("mode", list(PrefetchMode))
+def test_R1_nobody_waits_for_what_will_not_be_read(checkpoint: Path, mode: PrefetchMode) -> None:
+    prefetch = Prefetch(checkpoint, mode=mode)
+    prefetch.run()
+    prefetch.wait_for("layers.10")
+    prefetch.wait_for_all()
+    given_up = Prefetch(checkpoint, mode=mode)
+    given_up.end()
+    given_up.wait_for("layers.10")
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
