@@ -27,7 +27,6 @@ import msgspec
 from openrl_common import settlement
 from openrl_common.bus import _ERROR_CODE, Bus
 from openrl_common.connection import Delivered, Received
-from openrl_common.consumer import stop_on
 from openrl_common.errors import OpenRLError, Poison, Rejected, Transient, Unreachable
 from openrl_common.memory_server import Consumer, Member, MemoryServer, Published, Stored, Watcher
 from openrl_common.settlement import Delivery, Handler, delivery_of
@@ -149,8 +148,9 @@ class MemoryBus(Bus):
         """Run ``apply`` at the server, by way of the network. The answer is a TimeoutError when none comes."""
         if self.killed:
             raise asyncio.CancelledError
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.server.network.ask(self, apply, answer, timeout_s)
+        network = self.server.network
+        answer = network.future()
+        network.ask(self, apply, answer, timeout_s)
         return answer
 
     def tell(self, call: Callable[..., object], *arguments: Any) -> None:
@@ -219,28 +219,28 @@ class MemoryBus(Bus):
                 if not self.killed:
                     consumer.dispatch()
 
-        async def stop() -> None:
-            await stop_on(self.stopping)
-            member.wake()
+        async def handle(stored: Stored, deliveries: int) -> None:
+            """One message after the other: a task for each would cost more than most handlers do."""
+            following: tuple[Stored, int] | None = (stored, deliveries)
+            while following is not None:
+                await run(*following)
+                if member.left is not None:
+                    return
+                if member.inbox:
+                    following = member.inbox.popleft()
+                else:
+                    idle = self.server.network.future()
+                    member.idle.append(idle)
+                    following = await idle
 
+        context = contextvars.copy_context()
         try:
             async with asyncio.TaskGroup() as tasks:
-                stopping = tasks.create_task(stop())
+                member.open(lambda *message: tasks.create_task(handle(*message), context=context.copy()))
                 try:
-                    while not self.stopping.is_set():
-                        if not member.inbox:
-                            member.woken = asyncio.get_running_loop().create_future()
-                            await member.woken
-                            continue
-                        stored, deliveries = member.inbox.popleft()
-                        if concurrency == 1:
-                            await run(stored, deliveries)
-                        else:
-                            tasks.create_task(run(stored, deliveries))
+                    await self.stopping.wait()
                 finally:
-                    member.left = consumer
-                    consumer.members = [each for each in consumer.members if each is not member]
-                    stopping.cancel()
+                    member.leave(consumer)
         finally:
             for stored, deliveries in member.inbox:
                 await _Message(self, consumer, stored, deliveries).nak()

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import openrl_common.without_websockets  # noqa: F401
@@ -60,6 +60,9 @@ class Network:
 
     def post(self, delay_s: float, call: Callable[..., object], *arguments: Any) -> None:
         asyncio.get_running_loop().call_later(delay_s, call, *arguments)
+
+    def future(self) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().create_future()
 
     def ask(self, bus: MemoryBus, apply: Callable[[], Any], answer: asyncio.Future[Any], timeout_s: float) -> None:
         """Carry a request to the server and its answer back."""
@@ -296,8 +299,12 @@ class Member:
         self.bus = bus
         self.capacity = capacity
         self.in_hand = 0
+        self.start: Callable[[Stored, int], object] | None = None
+        """Makes one more handler, with its first message; None until the consumer's name is known at the other end."""
+        self.num_handlers = 0
         self.inbox: deque[tuple[Stored, int]] = deque()
-        self.woken: asyncio.Future[None] | None = None
+        self.idle: list[asyncio.Future[tuple[Stored, int] | None]] = []
+        """Handlers with nothing to do: each gets a message, or None when it has to end."""
         self.left: Consumer | None = None
         """The consumer that it has left: what was on its way goes back."""
 
@@ -305,12 +312,30 @@ class Member:
         if self.left is not None:
             self.left.nak(message.seq, 0.0)
             return
-        self.inbox.append((message, deliveries))
-        self.wake()
+        while self.idle:
+            waiting = self.idle.pop()
+            if not waiting.done():
+                waiting.set_result((message, deliveries))
+                return
+        if self.start is not None and self.num_handlers < self.capacity:
+            self.num_handlers += 1
+            self.start(message, deliveries)
+        else:
+            self.inbox.append((message, deliveries))
 
-    def wake(self) -> None:
-        if self.woken is not None and not self.woken.done():
-            self.woken.set_result(None)
+    def open(self, start: Callable[[Stored, int], object]) -> None:
+        self.start = start
+        early, self.inbox = self.inbox, deque()
+        for message, deliveries in early:
+            self.arrive(message, deliveries)
+
+    def leave(self, consumer: Consumer) -> None:
+        """Take no more; handlers end with what they have."""
+        self.left = consumer
+        consumer.members = [each for each in consumer.members if each is not self]
+        for waiting in self.idle:
+            if not waiting.done():
+                waiting.set_result(None)
 
 
 class MemoryServer:
@@ -340,15 +365,19 @@ class MemoryServer:
     # --- what a client asks ------------------------------------------------------------------------------------
 
     def publish(self, subject: str, data: bytes, headers: dict[str, str]) -> Published:
-        for wanted, served in self.listened:  # also core subscribers hear what a stream takes
-            if wanted(subject):
+        for prefix, wanted, served in self.listened:  # also core subscribers hear what a stream takes
+            if subject.startswith(prefix) and wanted(subject):
                 for bus, callback in served:
                     self.network.push(bus, "core", callback, data, headers)
         return self._stream_of(subject).store(subject, data, headers, self.network)
 
-    def wildcards(self) -> list[tuple[Callable[[str], object], list[tuple[MemoryBus, Any]]]]:
-        """Core subscriptions with wildcards: they listen to events."""
-        return [(_expression((subject,)), served) for subject, served in self.core.items() if served and "*" in subject]
+    def wildcards(self) -> list[tuple[str, Callable[[str], object], list[tuple[MemoryBus, Any]]]]:
+        """Core subscriptions with wildcards, each with what its subjects begin with: they listen to events."""
+        return [
+            (subject[: subject.find("*")], partial(matches, subject), served)
+            for subject, served in self.core.items()
+            if served and "*" in subject
+        ]
 
     def last(self, stream: str, pattern: str) -> Stored:
         kept = self.streams[stream]

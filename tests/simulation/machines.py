@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -139,6 +140,7 @@ class SimulatedNetwork(Network):
         self._draw = random.random
         self.post = world.loop.post  # type: ignore[method-assign]  # one call less for each of thousands of words
         self.landed = world.landed  # type: ignore[method-assign]
+        self.future = functools.partial(asyncio.Future, loop=world.loop)  # type: ignore[method-assign]
         self.weather = CALM
         self._backlog: list[tuple[Any, ...]] = []
         self.num_delivered = 0
@@ -174,7 +176,7 @@ class SimulatedNetwork(Network):
             return
         if self.weather.crash_at_effect and self._draw() < self.weather.crash_at_effect and not bus.killed:
             self._world.crash(bus, before=True)
-            if self._draw() < 0.5:
+            if bus.killed and self._draw() < 0.5:
                 return
         self._world.acting = bus.name
         result: Any = None
@@ -183,7 +185,11 @@ class SimulatedNetwork(Network):
             result = apply()
         except APIError as error:
             refused = error
-        if fate is Fate.ARRIVES:
+        if fate is not Fate.ARRIVES:
+            return
+        if self.weather is CALM:  # the way there took its time; answers would be a quarter of all timers
+            self._answer(bus, answer, result, refused)
+        else:
             self.post(self.delay_s(), self._answer, bus, answer, result, refused)
 
     def _keep(self, bus: MemoryBus, *request: Any) -> None:

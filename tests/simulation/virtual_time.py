@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import heapq
 import itertools
 import os
@@ -48,6 +49,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
+        self.monotonic_s = EPOCH / 2
         self._ready: deque[_Call] = deque()
         self._timers: list[tuple[float, int, Any, Any]] = []
         self._count = itertools.count()
@@ -108,10 +110,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 if arguments is not None:
                     if when > self.now_s:
                         self.now_s = when
+                        self.monotonic_s = EPOCH / 2 + when
                     call(*arguments)
                 elif call[0] is not None:
                     if when > self.now_s:
                         self.now_s = when
+                        self.monotonic_s = EPOCH / 2 + when
                     ready.append(call)
             while ready:
                 callback, args, context = ready.popleft()
@@ -142,7 +146,7 @@ def deterministic(loop: VirtualLoop, seed: int) -> Iterator[None]:
     state = random.getstate()
     replaced: list[tuple[Any, str, Any]] = [
         (time, "time", lambda: _skewed_time(loop)),
-        (time, "monotonic", lambda: EPOCH / 2 + loop.now_s),
+        (time, "monotonic", functools.partial(getattr, loop, "monotonic_s")),
         (os, "urandom", source.randbytes),
         (secrets, "token_hex", lambda size=32: source.randbytes(size).hex()),
         (uuid, "uuid4", lambda: uuid.UUID(bytes=source.randbytes(16), version=4)),

@@ -655,7 +655,7 @@ def hurried(world: World) -> Iterator[None]:
         (openrl_common.worker, "RENEW_S", 3.0),
         (openrl_common.worker, "psutil", _NoProcessTable()),
         (openrl_launcher.service, "HEARTBEAT_S", _BEAT_S),
-        (openrl_launcher.service, "_PASS_GAP_S", 0.1),
+        (openrl_launcher.service, "_PASS_GAP_S", 0.2),
         (openrl_placement.service, "read_model", lambda directory: _MODEL),
         (openrl_placement.service, "_stamp", lambda directory: 0.0),
         (openrl_placement.service, "_EARLY_END_S", 40.0),
