@@ -214,11 +214,13 @@ class Placement:
             effects = await self._submitted(submission)
         else:
             effects = core.decide(self.state, event, time.time())
+        # Looked at now: what comes while this waits below may know the submission, and is not written yet.
+        early = isinstance(event, JobCancelled | JobFinished) and self._came_early(event, delivery)
         await self._outbox.carry_out(effects)
         await self._outbox.settle(event)
         if self._duty is not None and not self._duty.held:
             raise Transient("this replica may have been replaced meanwhile: its successor has to see this too")
-        if isinstance(event, JobCancelled | JobFinished) and self._came_early(event, delivery):
+        if early and isinstance(event, JobCancelled | JobFinished):
             raise Transient(f"job {event.job}: its end came before its submission {event.submission}")
 
     async def _submitted(self, submission: jobs.Submission) -> Effects:

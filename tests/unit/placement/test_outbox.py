@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
+import msgspec
 import pytest
 
 from openrl_common.duty import Duty
 from openrl_common.errors import Transient
-from openrl_common.events import SeatRequested, WorkerExited
+from openrl_common.events import JobCancelled, JobFinished, SeatRequested, WorkerExited
 from openrl_common.memory import MemoryBus
 from openrl_common.memory_server import MemoryServer, Network
+from openrl_common.settlement import Delivery
 from openrl_placement.outbox import Outbox
+from openrl_placement.service import Placement, PlacementSettings
 from openrl_placement.state import Effects
 from unit.placement.desk import Desk, node
 
@@ -81,3 +86,42 @@ async def test_E6_a_message_that_comes_again_is_not_acknowledged_while_its_effec
     await outbox.carry_out(Effects())
     await outbox.settle(exited)
     assert await bus.store.workloads.get(TRAINER) is not None
+
+
+def placement_on(bus: MemoryBus) -> tuple[Placement, Desk]:
+    """The service's core parts, and a desk that plays on its state."""
+    config = PlacementSettings(
+        nats_url="memory", home=Path("home"), log_level="error", log_format="json", health_host="", health_port=0,
+        max_seats_per_claim=0, placement_strategy="binpack", owner_affinity=True, placement_timeout_s=0.0,
+        lora_jobs_per_runtime=1, lora_idle_s=600.0, trainer_host_base_bytes=0, sampler_host_base_bytes=0,
+        trainer_device_base_bytes=0, sampler_device_base_bytes=0, sampler_cache_tokens=1024, update_method="streamed",
+        update_chunk_bytes=1 << 28, update_staging_factor=1.0, scalable_shapes=(), pass_every_s=10.0,
+    )  # fmt: skip
+    placement = Placement(bus, config)
+    it = Desk()
+    it.state = placement.state
+    return placement, it
+
+
+async def test_E6_an_end_that_overtook_its_submission_is_not_acknowledged_before_that_is_written() -> None:
+    """The submission comes while the end waits for an earlier write of its record, and is not written itself yet."""
+    network = Slow()
+    placement, it = placement_on(MemoryBus(MemoryServer(network)))
+    it.node(node())
+    it.submit("a", "lora", submission="s1")
+    it.event(JobCancelled(tenant="default", job="a", submission="s1"))
+    earlier = Effects()
+    earlier.jobs["default.a"] = None
+    writing = asyncio.create_task(placement._outbox.carry_out(earlier))
+    await a_few_turns()
+    end = JobFinished(tenant="default", job="a", submission="s2")
+    delivery = Delivery(end.subject, msgspec.json.encode(end), {}, 9, 1, time.time(), cast(Any, None))
+    handling = asyncio.create_task(placement.handle(delivery))
+    await a_few_turns()
+    assert not handling.done()
+    it.submit("a", "lora", submission="s2")
+    assert it.state.jobs["default.a"].submission == "s2"
+    network.let_go()
+    await writing
+    with pytest.raises(Transient, match="before its submission"):
+        await handling
