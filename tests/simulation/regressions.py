@@ -41,4 +41,5 @@ REGRESSIONS: dict[int, str] = {
     1096: "the simulator did not know on what claim a worker was that came up while the ledger's bucket was lost",
     113215: "the simulator left a request of its client without any answer: the ledger was never rebuilt",
     115078: "an end that overtook its submission was acknowledged before that submission was written (E6)",
+    310049: "a launcher cut off between a worker's start gate and its record started it when it came back (B7)",
 }

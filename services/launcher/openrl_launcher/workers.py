@@ -1,6 +1,6 @@
 """Carrying out what ``core`` decided about workers: the start gate, the process, its exits, its end (B1, B4, B7, F4).
 
-    start:  lease starting (CAS) ─▶ record ─▶ process ─▶ record, WorkerLaunched ─▶ watched
+    start:  record ─▶ lease starting (CAS) ─▶ process ─▶ record, WorkerLaunched ─▶ watched
     exit:   what it left is killed ─▶ WorkerExited ─▶ back-off and start again, or left as exited (F4)
     stop:   seat read once more ─▶ lease fenced ─▶ SIGTERM, grace, SIGKILL ─▶ seen gone, memory returned ─▶ WorkerGone
 
@@ -229,6 +229,21 @@ class Workers:
         self._spawn(guarded())
 
     async def _start(self, tracked: Tracked, launch: Launch) -> None:
+        record = tracked.record
+        if record.state is not WorkerState.STARTING:  # else a try that was given up
+            again = record.launched_at > 0
+            tracked.record = record = msgspec.structs.replace(
+                record,
+                state=WorkerState.STARTING,
+                restarts=record.restarts + 1 if again else 0,
+                launched_at=self._now(),
+                log_path=str(self._backend.log_path(launch)),
+                exit_code=None,
+                why="",
+            )
+        # First, because this launcher may die the moment the process is there, and the ledger's bucket be lost with the
+        # seat: on what claim it runs must be known all the same (B4, L7, T2). Nothing is waited for behind the gate.
+        await self._insist(lambda: self._store.workers.put(record.assignment, record))
         gate = await leases.open_gate(self._store.leases, launch.assignment, holder=self._node)
         if gate is leases.Gate.FENCED:
             # somebody fenced it before it ran: nothing of it runs here, so it is gone
@@ -236,24 +251,10 @@ class Workers:
             return
         if gate is leases.Gate.TAKEN_OVER and await asyncio.to_thread(self._backend.sweep, launch.assignment) > 0:
             raise Transient(f"what an earlier process of {launch.workload} left does not end")
-        record = tracked.record
-        again = record.launched_at > 0
-        record = msgspec.structs.replace(
-            record,
-            state=WorkerState.STARTING,
-            restarts=record.restarts + 1 if again else 0,
-            launched_at=self._now(),
-            log_path=str(self._backend.log_path(launch)),
-            exit_code=None,
-            why="",
-        )
-        tracked.record = record
-        # First, because this launcher may die the moment the process is there, and the ledger's bucket be lost with the
-        # seat: on what claim it runs must be known all the same (B4, L7, T2).
-        await self._insist(lambda: self._store.workers.put(launch.assignment, tracked.record))
         if self.draining:
             tracked.status = Status.IDLE
             return
+        tracked.record = record = msgspec.structs.replace(record, launched_at=self._now())
         try:
             process = await self._backend.launch(launch)
         except OSError as error:

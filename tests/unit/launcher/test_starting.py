@@ -1,0 +1,80 @@
+"""Starting a worker: recorded, then through the gate, then at once (B7, L7)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+from openrl_common.memory import MemoryBus
+from openrl_common.memory_server import MemoryServer, Network
+from openrl_common.quantities import GIB
+from openrl_common.records import ClaimEntry, Role, WorkerState
+from openrl_launcher.backend import Launch, Process
+from openrl_launcher.core import Start
+from openrl_launcher.leases import fence
+from openrl_launcher.workers import Workers
+
+ENTRY = ClaimEntry(
+    workload="t--j--trainer", tenant="t", owner="t/j", role=Role.TRAINER, device_bytes=GIB, host_bytes=GIB,
+    exclusive=False, incarnation=1, reserved_at=1.0,
+)  # fmt: skip
+
+
+class CutOff(Network):
+    """Keeps one bus's writes of workers' records until they are let go."""
+
+    def __init__(self) -> None:
+        self.bus: MemoryBus | None = None
+        self.kept: list[tuple[Any, ...]] = []
+
+    def ask(self, bus: MemoryBus, apply: Callable[[], Any], answer: asyncio.Future[Any], timeout_s: float) -> None:
+        if bus is self.bus and "openrl_workers" in repr(apply):
+            self.kept.append((bus, apply, answer, timeout_s))
+        else:
+            super().ask(bus, apply, answer, timeout_s)
+
+    def let_go(self) -> None:
+        self.bus = None
+        for request in self.kept:
+            super().ask(*request)
+
+
+class Started:
+    """Of a machine, what is asked to be started."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+
+    async def launch(self, launch: Launch) -> Process:
+        self.launches.append(launch)
+        raise OSError("the test is over")
+
+    def log_path(self, launch: Launch) -> Path:
+        return Path("logs") / launch.assignment
+
+
+async def test_B7_one_that_is_fenced_while_its_record_is_being_written_is_not_started() -> None:
+    """A launcher that was cut off comes back: what it was about to start has a new seat by now, and runs there."""
+    network = CutOff()
+    bus, machine = MemoryBus(MemoryServer(network)), Started()
+    others = MemoryBus(bus.server)
+    tasks: list[asyncio.Future[None]] = []
+    workers = Workers(
+        bus, cast(Any, machine), cast(Any, None), node="n1", stop_grace_s=1.0, restarts_max=1, clock=time.monotonic,
+        now=time.time, wake=lambda: None, spawn=lambda work: tasks.append(asyncio.ensure_future(work)),
+    )  # fmt: skip
+    network.bus = bus
+    workers.start(Start("a1", "c1", ENTRY), ("d0",))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert network.kept, "the record is on its way"
+    assert await fence(others.store.leases, "a1", why="its node is lost") == "none"
+    network.let_go()
+    await asyncio.gather(*tasks)
+    assert machine.launches == []
+    record = await others.store.workers.get("a1")
+    assert record is not None
+    assert record.value.state is WorkerState.GONE
