@@ -173,15 +173,14 @@ class Stream:
             raise BadRequestError(
                 code=400, err_code=WRONG_LAST_SEQUENCE, description=f"wrong last sequence: {before and before.seq}"
             )
-        now = time.monotonic()
         message_id = headers.get("Nats-Msg-Id")
         if message_id is not None:
+            now = time.monotonic()
             known = self.ids.get(message_id)
             if known is not None and now - known[1] < self.duplicate_window_s:
                 return Published(known[0], True)
+            self.ids[message_id] = (self.seq + 1, now)
         self.seq += 1
-        if message_id is not None:
-            self.ids[message_id] = (self.seq, now)
         message = Stored(subject, data, headers, self.seq, time.time())
         self.last[subject] = message
         if not self.kv:
@@ -358,6 +357,7 @@ class MemoryServer:
         self._of_prefix = {
             subject.removesuffix(".>"): stream for stream in self.streams.values() for subject in stream.subjects
         }
+        self._of_subject: dict[str, Stream] = {}
         self.payloads: dict[str, bytes] = {}
         self.core: dict[str, list[tuple[MemoryBus, Any]]] = {}
         self.listened = self.wildcards()
@@ -454,7 +454,10 @@ class MemoryServer:
         self.listened = self.wildcards()
 
     def _stream_of(self, subject: str) -> Stream:
-        stream = self._of_prefix.get(subject[: subject.find(".", subject.find(".") + 1)])
+        stream = self._of_subject.get(subject)
         if stream is None:
-            raise NotFoundError(code=404, description=f"no stream takes {subject}")
+            stream = self._of_prefix.get(subject[: subject.find(".", subject.find(".") + 1)])
+            if stream is None:
+                raise NotFoundError(code=404, description=f"no stream takes {subject}")
+            self._of_subject[subject] = stream
         return stream

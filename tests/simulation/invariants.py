@@ -56,6 +56,13 @@ KINDS: dict[str, type[Any]] = {
     "$KV.openrl_ready.": ReadyRecord,
     "$KV.openrl_turns.": TurnRecord,
 }
+_MAY_BECOME: dict[ClaimState, set[ClaimState]] = {
+    ClaimState.PENDING: {ClaimState.ALLOCATED, ClaimState.RETIRING, ClaimState.GONE, ClaimState.QUARANTINED},
+    ClaimState.ALLOCATED: {ClaimState.RETIRING, ClaimState.GONE, ClaimState.QUARANTINED},
+    ClaimState.RETIRING: {ClaimState.GONE, ClaimState.QUARANTINED},
+    ClaimState.QUARANTINED: {ClaimState.GONE},
+    ClaimState.GONE: set(),
+}
 _DECODERS = {root: msgspec.json.Decoder(kind) for root, kind in KINDS.items()}
 
 
@@ -73,16 +80,26 @@ class Truth:
 
     def __init__(self, server: MemoryServer) -> None:
         self._server = server
+        self._read: dict[str, tuple[int, int, dict[str, Any]]] = {}
+        """What was read of each root, and when: at what revision and with how many keys of its bucket."""
 
     def all(self, root: str) -> dict[str, Any]:
         bucket = self._server.streams[f"KV_{root.split('.')[1]}"]
-        found = {}
+        known = self._read.get(root)
+        if known is not None and known[:2] == (bucket.seq, len(bucket.last)):
+            return known[2]
+        found: dict[str, Any] = {}
         for subject, stored in bucket.last.items():
             if subject.startswith(root):
                 value = value_of(root, stored)
                 if value is not None:
                     found[subject[len(root) :]] = value
+        self._read[root] = (bucket.seq, len(bucket.last), found)
         return found
+
+    def forget(self) -> None:
+        """A bucket was made anew: its revisions begin again."""
+        self._read.clear()
 
     def one(self, root: str, key: str) -> Any:
         return value_of(root, self._server.streams[f"KV_{root.split('.')[1]}"].last.get(root + key))
@@ -242,16 +259,10 @@ class Invariants:
 
     def _claim_state(self, claim_id: str, before: ClaimRecord, after: ClaimRecord) -> None:
         if before.state is not after.state:
-            allowed = {
-                ClaimState.PENDING: {
-                    ClaimState.ALLOCATED, ClaimState.RETIRING, ClaimState.GONE, ClaimState.QUARANTINED,
-                },
-                ClaimState.ALLOCATED: {ClaimState.RETIRING, ClaimState.GONE, ClaimState.QUARANTINED},
-                ClaimState.RETIRING: {ClaimState.GONE, ClaimState.QUARANTINED},
-                ClaimState.QUARANTINED: {ClaimState.GONE},
-                ClaimState.GONE: set(),
-            }[before.state]  # fmt: skip
-            self._expect(after.state in allowed, f"claim {claim_id} went from {before.state} to {after.state} (L3)")
+            self._expect(
+                after.state in _MAY_BECOME[before.state],
+                f"claim {claim_id} went from {before.state} to {after.state} (L3)",
+            )
         if after.state is ClaimState.ALLOCATED:
             for other_id, other in self.truth.claims().items():
                 shared = other.node == after.node and set(other.devices) & set(after.devices)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import heapq
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -119,6 +120,11 @@ class Weather:
     changes_late: float = 0.0
     crash_at_effect: float = 0.0
 
+    @functools.cached_property
+    def odd(self) -> float:
+        """How many requests do not just arrive, in good time, and are answered."""
+        return self.request_lost + self.answer_lost + self.late + self.slow
+
     def fate(self, draw: float) -> Fate:
         """What becomes of a request, by a number drawn from 0 to 1."""
         lost = self.request_lost + self.answer_lost
@@ -133,12 +139,16 @@ CALM = Weather()
 
 
 class SimulatedNetwork(Network):
-    """Delays, loses and repeats words by a seed; kills a process at one of its effects now and then."""
+    """Delays, loses and repeats words by a seed; kills a process at one of its effects now and then.
+
+    A run has thousands of words: what every one of them goes through draws once and makes its timer itself.
+    """
 
     def __init__(self, world: World, random: Random) -> None:
         self._world = world
         self._draw = random.random
-        self.post = world.loop.post  # type: ignore[method-assign]  # one call less for each of thousands of words
+        self._loop = world.loop
+        self.post = world.loop.post  # type: ignore[method-assign]
         self.landed = world.landed  # type: ignore[method-assign]
         self.future = functools.partial(asyncio.Future, loop=world.loop)  # type: ignore[method-assign]
         self.weather = CALM
@@ -147,23 +157,31 @@ class SimulatedNetwork(Network):
 
     def delay_s(self) -> float:
         draw = self._draw()
-        if draw >= self.weather.slow:
-            return 0.0005 + 0.002 * draw
-        return (3.0 if draw < self.weather.very_slow else 0.06) * self._draw()
+        return 0.0005 + 0.002 * draw if draw >= self.weather.slow else self._slow_s()
+
+    def _slow_s(self) -> float:
+        return (3.0 if self._draw() * self.weather.slow < self.weather.very_slow else 0.06) * self._draw()
 
     def ask(self, bus: MemoryBus, apply: Callable[[], Any], answer: asyncio.Future[Any], timeout_s: float) -> None:
         if bus.cut_off:
             self._keep(bus, apply, answer, timeout_s, Fate.ARRIVES)
             return
-        fate = Fate.ARRIVES if self.weather is CALM else self.weather.fate(self._draw())
-        delay_s = self.delay_s()
-        if fate is not Fate.ARRIVES:
-            self.post(timeout_s, self._answer, bus, answer, None, TimeoutError())
+        draw, weather, fate = self._draw(), self.weather, Fate.ARRIVES
+        delay_s = 0.0005 + 0.002 * draw
+        if draw < weather.odd:
+            fate = weather.fate(draw)
+            if fate is Fate.ARRIVES:
+                delay_s = self._slow_s()
+            else:
+                self.post(timeout_s, self._answer, bus, answer, None, TimeoutError())
             if fate is Fate.REQUEST_LOST:
                 return
             if fate is Fate.LATE:
                 delay_s = timeout_s + 3.0 * self._draw()
-        self.post(delay_s, self._arrive_at, bus, apply, answer, timeout_s, fate)
+        loop = self._loop
+        loop.num_timers += 1
+        arrival = (bus, apply, answer, timeout_s, fate)
+        heapq.heappush(loop.timers, (loop.now_s + delay_s, loop.num_timers, self._arrive_at, arrival))
 
     def _arrive_at(
         self, bus: MemoryBus, apply: Callable[[], Any], answer: asyncio.Future[Any], timeout_s: float, fate: Fate
@@ -189,8 +207,14 @@ class SimulatedNetwork(Network):
             return
         if self.weather is CALM:  # the way there took its time; answers would be a quarter of all timers
             self._answer(bus, answer, result, refused)
-        else:
-            self.post(self.delay_s(), self._answer, bus, answer, result, refused)
+            return
+        draw = self._draw()
+        delay_s = 0.0005 + 0.002 * draw if draw >= self.weather.slow else self._slow_s()
+        loop = self._loop
+        loop.num_timers += 1
+        heapq.heappush(
+            loop.timers, (loop.now_s + delay_s, loop.num_timers, self._answer, (bus, answer, result, refused))
+        )
 
     def _keep(self, bus: MemoryBus, *request: Any) -> None:
         """Not connected: a client keeps some of what it could not send, and sends it after the reconnect."""
@@ -222,7 +246,8 @@ class SimulatedNetwork(Network):
             call(*arguments)
 
     def push(self, bus: MemoryBus, kind: str, call: Callable[..., object], *arguments: Any) -> None:
-        delay_s = self.delay_s()
+        draw = self._draw()
+        delay_s = 0.0005 + 0.002 * draw if draw >= self.weather.slow else self._slow_s()
         if kind == "changes":
             if self._draw() < self.weather.changes_late:
                 delay_s = 4.0 * self._draw()
@@ -232,7 +257,10 @@ class SimulatedNetwork(Network):
                 return
             if self._draw() < self.weather.delivered_twice:
                 self.post(2.0 * self._draw(), self._pushed, bus, call, arguments, True)
-        self.post(delay_s, self._pushed, bus, call, arguments, kind == "message")
+        loop = self._loop
+        loop.num_timers += 1
+        arrival = (bus, call, arguments, kind == "message")
+        heapq.heappush(loop.timers, (loop.now_s + delay_s, loop.num_timers, self._pushed, arrival))
 
     def _pushed(self, bus: MemoryBus, call: Callable[..., object], arguments: tuple[Any, ...], count: bool) -> None:
         if bus.killed or bus.cut_off:

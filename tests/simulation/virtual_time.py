@@ -12,7 +12,6 @@ import contextlib
 import contextvars
 import functools
 import heapq
-import itertools
 import os
 import random
 import secrets
@@ -51,8 +50,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.now_s = 0.0
         self.monotonic_s = EPOCH / 2
         self._ready: deque[_Call] = deque()
-        self._timers: list[tuple[float, int, Any, Any]] = []
-        self._count = itertools.count()
+        self.timers: list[tuple[float, int, Any, Any]] = []
+        self.num_timers = 0
+        """Made so far: of timers that are due at once the one made first comes first."""
         self._tasks: list[asyncio.Task[Any]] = []
 
     get_debug = staticmethod(bool)  # False, without a Python call for every future that asyncio makes
@@ -62,7 +62,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def post(self, delay_s: float, call: Callable[..., object], *arguments: Any) -> None:
         """A timer without a handle: cheaper, and nobody can cancel it. What it raises ends the run."""
-        heapq.heappush(self._timers, (self.now_s + delay_s, next(self._count), call, arguments))
+        self.num_timers += 1
+        heapq.heappush(self.timers, (self.now_s + delay_s, self.num_timers, call, arguments))
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
         call = _Call((callback, args, contextvars.copy_context() if context is None else context))
@@ -71,7 +72,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
         call = _Call((callback, args, contextvars.copy_context() if context is None else context))
-        heapq.heappush(self._timers, (when, next(self._count), call, None))
+        self.num_timers += 1
+        heapq.heappush(self.timers, (when, self.num_timers, call, None))
         return call
 
     def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> Any:
@@ -101,7 +103,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         """Run until something stops the loop: asyncio would call this once for each timer."""
-        ready, timers, pop = self._ready, self._timers, heapq.heappop
+        ready, timers, pop = self._ready, self.timers, heapq.heappop
         while not self._stopping:  # type: ignore[attr-defined]
             if not ready:
                 if not timers:
@@ -145,7 +147,7 @@ def deterministic(loop: VirtualLoop, seed: int) -> Iterator[None]:
     source = random.Random(f"ids {seed}")
     state = random.getstate()
     replaced: list[tuple[Any, str, Any]] = [
-        (time, "time", lambda: _skewed_time(loop)),
+        (time, "time", functools.partial(_skewed_time, loop)),
         (time, "monotonic", functools.partial(getattr, loop, "monotonic_s")),
         (os, "urandom", source.randbytes),
         (secrets, "token_hex", lambda size=32: source.randbytes(size).hex()),

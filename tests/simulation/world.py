@@ -355,6 +355,7 @@ class World:
 
     def _lose_ledger(self) -> None:
         self.server.lose_bucket("openrl_ledger")
+        self.truth.forget()
         self.invariants.ledger_is_lost = True
         self.loop.create_task(self._rebuild_ledger(), context=self.client.bus.context)
 
