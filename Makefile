@@ -10,7 +10,7 @@ JOBS ?= 2
 SOURCES := $(wildcard libs services tests scripts)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo demo-real test test-vllm test-unit test-bus test-simulation test-e2e test-long test-exact test-chaos test-kube test-docker simulate check fmt bench rules manifests clean
+.PHONY: help setup setup-vllm demo demo-real test test-vllm test-unit test-bus test-simulation test-e2e test-long test-exact test-chaos test-kube test-docker test-images simulate check fmt bench rules manifests clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ test-kube: setup  ## on a real Kubernetes control plane, with KUBEBUILDER_ASSETS
 
 test-docker: setup  ## only what needs a Docker engine on DOCKER_HOST
 	$(BIN)/python -m pytest tests/bus -m docker $(ARGS)
+
+test-images: setup  ## the services' images built and run, vLLM's too (DOCKER_HOST, OPENRL_TEST_BASE_IMAGE; gigabytes)
+	$(BIN)/python -m pytest tests/kube/test_images.py -m docker $(ARGS)
 
 check: setup  ## format, lint, types, import contracts, the list of rules
 	$(BIN)/ruff format --check $(SOURCES)

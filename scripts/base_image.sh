@@ -21,7 +21,7 @@ fi
 root=$(mktemp -d -t openrl-base.XXXXXX)
 trap 'rm -rf "$root"' EXIT
 chmod 755 "$root" # the image's own root directory
-debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates bookworm "$root" "$mirror" >&2
+debootstrap --variant=minbase --include=python3,python3-dev,python3-venv,ca-certificates bookworm "$root" "$mirror" >&2
 ln -sf python3 "$root/usr/bin/python"
 rm -rf "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/*
 changes=()
