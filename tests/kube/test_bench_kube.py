@@ -37,5 +37,5 @@ def test_K11_bench_kube_says_every_figure_and_stays_under_eight_requests_a_worke
     requests = sum(report["api_requests"].values())
     assert requests > 0
     assert report["api_requests_per_worker"] < 8
-    assert report["cpu_ms_per_worker"].keys() == {"plain", "founders", "joiners"}
+    assert report["cpu_ms_per_worker"].keys() == {"plain", "founders", "joiners", "afterwards"}
     assert not list(tmp_path.iterdir()), "the store is removed afterwards"

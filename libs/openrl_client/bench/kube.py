@@ -1,6 +1,7 @@
 """``openrl bench kube``: OpenRL's Kubernetes backend on a real control plane with fake kubelets, beside plain pods.
 
-    baseline   plain pods with a claim template each, through the same kube-scheduler: what a user does without OpenRL
+    baseline   plain pods with a claim template each, through the same kube-scheduler: what a user does without OpenRL;
+               made as fast as they come to run, which is faster than all at once
     founders   half of the workers, submitted at once: each founds a claim; submitted → its pod runs
     joiners    the other half, when the first half runs: each joins a claim
 
@@ -65,6 +66,7 @@ class Plan:
     num_workers: int
     store: Path | None = None
     plain: Body = "bare"
+    plain_waiting_max: int = 128
 
     def check(self) -> None:
         """Raises Rejected, naming what to change."""
@@ -172,8 +174,8 @@ async def _baseline(setting: _Setting) -> Part:
             seconds = await _beside(
                 following,
                 plain_pods(
-                    setting.api, pods, count=count, at_once=32, device_class=DRIVER, shared_volume=_SHARED,
-                    body=setting.plan.plain,
+                    setting.api, pods, count=count, at_once=32, waiting_max=setting.plan.plain_waiting_max,
+                    device_class=DRIVER, shared_volume=_SHARED, body=setting.plan.plain,
                 ),
             )  # fmt: skip
         part = Part(count, seconds, seconds, cpu.ms_each(count))
@@ -235,7 +237,7 @@ async def _openrl(setting: _Setting, place: StorePlace, baseline: Part) -> KubeR
         bus = await Bus.connect(system.nats_url, name="openrl-bench")
         try:
             await _fleet_is_seen(bus, setting.plan.num_nodes)
-            parts, other_cores, sent = await _waves(setting, system, bus)
+            parts, other_cores, sent, late_ms = await _waves(setting, system, bus)
             claims = [entry.value for entry in (await bus.store.ledger_claims.list()).values()]
         finally:
             await bus.close()
@@ -251,6 +253,7 @@ async def _openrl(setting: _Setting, place: StorePlace, baseline: Part) -> KubeR
     return KubeReport(
         nodes=setting.plan.num_nodes,
         plain=setting.plan.plain,
+        plain_waiting_max=setting.plan.plain_waiting_max,
         workers=count,
         joined=sum(len(claim.entries) - 1 for claim in claims if claim.state is ClaimState.ALLOCATED),
         placed_per_s=round(placed_per_s, 1),
@@ -262,16 +265,18 @@ async def _openrl(setting: _Setting, place: StorePlace, baseline: Part) -> KubeR
         launcher_rss_bytes=rss,
         baseline_pods_per_s=round(baseline_per_s, 1),
         ratio=round(placed_per_s / baseline_per_s, 2),
-        cpu_ms_per_worker={"plain": baseline.cpu_ms, "founders": founders.cpu_ms, "joiners": joiners.cpu_ms},
+        cpu_ms_per_worker={
+            "plain": baseline.cpu_ms, "founders": founders.cpu_ms, "joiners": joiners.cpu_ms, "afterwards": late_ms
+        },
         cpu_ratio=round(sum(baseline.cpu_ms.values()) / ours_ms, 2),
         other_cores=other_cores,
         store=place,
         machine=describe(),
-    )
+    )  # fmt: skip
 
 
-async def _waves(setting: _Setting, system: LocalSystem, bus: Bus) -> tuple[list[Part], float, int]:
-    """Founders, then joiners; cores that others kept busy meanwhile; requests, the mirror's late ones too."""
+async def _waves(setting: _Setting, system: LocalSystem, bus: Bus) -> tuple[list[Part], float, int, dict[str, float]]:
+    """Founders, then joiners; cores that others kept busy; requests with the mirror's late ones; the CPU of these."""
     model = setting.scratch / "model"
     model.mkdir()
     (model / "config.json").write_bytes(msgspec.json.encode(MODEL_CONFIG))
@@ -293,7 +298,9 @@ async def _waves(setting: _Setting, system: LocalSystem, bus: Bus) -> tuple[list
         own_s = sum(sum(part.cpu_ms.values()) * part.count for part in parts) / 1000
         other_cores = max(0.0, machine_busy_s() - busy_s - own_s) / (time.monotonic() - began)
         setting.say("waiting for the mirror's last writes")
-        return parts, round(other_cores, 2), await settled_requests(port) - sent_before
+        late = Cpu(setting.plane.pids | system.pids)
+        sent = await settled_requests(port) - sent_before
+        return parts, round(other_cores, 2), sent, late.ms_each(setting.plan.num_workers)
     finally:
         background.cancel()
         await asyncio.gather(background, return_exceptions=True)

@@ -14,7 +14,7 @@ from openrl_client.bench.machine import Machine, StorePlace
 from openrl_client.bench.plain_pods import Body
 from openrl_client.errors import TimedOut
 
-_SETTLE_S = 3.0
+_SETTLE_S = 10.0
 _SENT = "openrl_launcher_api_requests "
 
 
@@ -27,8 +27,10 @@ class KubeReport(msgspec.Struct, frozen=True, kw_only=True):
         joined: workers that really joined another's claim.
         ready_per_s: until their processes have said ready and placement has heard it.
         api_requests_per_worker: the launcher's, mirror writes included, each watch counted once.
-        baseline_pods_per_s: plain pods (``plain``: bare or full), created → running. ``ratio``: placed_per_s over it.
-        cpu_ms_per_worker: by part (plain, founders, joiners) and process; ``cpu_ratio``: plain over both halves' mean,
+        baseline_pods_per_s: plain pods (``plain``: bare or full), created → running, at most ``plain_waiting_max`` made
+            that do not run yet (0 = no bound). ``ratio``: placed_per_s over it.
+        cpu_ms_per_worker: by part (plain, founders, joiners, and afterwards until the mirror has written all, what idle
+            programs take included) and process; ``cpu_ratio``: plain over both halves' mean,
             all processes together. It holds on a machine that others keep busy, where rates do not.
         other_cores: cores that processes outside this benchmark kept busy meanwhile.
     """
@@ -36,6 +38,7 @@ class KubeReport(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int
     workers: int
     plain: Body
+    plain_waiting_max: int
     joined: int
     placed_per_s: float
     founders_per_s: float

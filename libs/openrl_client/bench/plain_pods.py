@@ -24,9 +24,23 @@ _ENVIRONMENT = {
 
 
 async def plain_pods(
-    api: Any, pods: Pods, *, count: int, at_once: int, device_class: str, shared_volume: str, body: Body
+    api: Any,
+    pods: Pods,
+    *,
+    count: int,
+    at_once: int,
+    waiting_max: int,
+    device_class: str,
+    shared_volume: str,
+    body: Body,
 ) -> float:
-    """Make ``count`` pods; seconds until all run. ``shared_volume``: a volume claim that full pods mount."""
+    """Make ``count`` pods; seconds until all run.
+
+    Args:
+        at_once: requests under way.
+        waiting_max: pods that are made and do not run yet; 0 = no bound.
+        shared_volume: a volume claim that full pods mount.
+    """
     memory = f"device.capacity['{device_class}'].memory"
     device = {
         "deviceClassName": device_class,
@@ -50,6 +64,8 @@ async def plain_pods(
     began = time.monotonic()
     async with asyncio.TaskGroup() as tasks:
         for index in range(count):
+            if waiting_max:
+                await pods.until_running(index + 1 - waiting_max)
             tasks.create_task(make(index))
         await pods.until_running(count)
     return time.monotonic() - began

@@ -122,15 +122,32 @@ def workers(store: Path | None, as_json: bool, warm_start: str) -> None:
     show_default=True,
     help="Plain pods with one container and nothing else, or with all that a worker's pod has.",
 )
+@click.option(
+    "--plain-waiting",
+    "plain_waiting_max",
+    type=WholeNumber(),
+    default="128",
+    show_default=True,
+    help="Plain pods made that do not run yet, at most; 0 = all are made at once.",
+)
 @STORE
 @JSON
-def kube(store: Path | None, as_json: bool, num_nodes: int, num_workers: int, plain: Literal["bare", "full"]) -> None:
+def kube(
+    store: Path | None,
+    as_json: bool,
+    num_nodes: int,
+    num_workers: int,
+    plain: Literal["bare", "full"],
+    plain_waiting_max: int,
+) -> None:
     """The Kubernetes backend on a control plane of KUBEBUILDER_ASSETS, beside plain pods with a claim each."""
     try:
         from openrl_client.bench.kube import Plan, measure
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error}: pip install 'openrl[kubernetes]'") from error
-    _show(run_async(measure(Plan(num_nodes, num_workers, store, plain), progress=_progress)), as_json)
+    _show(
+        run_async(measure(Plan(num_nodes, num_workers, store, plain, plain_waiting_max), progress=_progress)), as_json
+    )
 
 
 @bench.command()
