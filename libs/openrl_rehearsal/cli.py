@@ -8,10 +8,11 @@ from typing import Any
 import click
 
 from openrl_client.cli.common import machine_readable, table
+from openrl_client.drills import parse_jobs
 from openrl_common import settings
 from openrl_common.errors import Rejected
 from openrl_rehearsal import profile as profiles
-from openrl_rehearsal.plan import Plan, parse_jobs
+from openrl_rehearsal.plan import Plan
 from openrl_rehearsal.rehearse import rehearse as run_rehearsal
 from openrl_rehearsal.report import figures_table, header, summary, table_rows
 

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from openrl_common.errors import Rejected
-from openrl_common.records import Device, JobKind, NodeRecord
-
-JOBS_MAX = 100_000
-
-
-class JobsSpec(msgspec.Struct, frozen=True):
-    """``kind:model:count`` (D1)."""
-
-    kind: JobKind
-    model: str
-    count: int
+from openrl_client.drills import JobsSpec
+from openrl_common.records import Device, NodeRecord
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,25 +61,3 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             )
             for index, first in enumerate(range(0, len(self.devices), size))
         ]
-
-
-def parse_jobs(text: str) -> tuple[JobsSpec, ...]:
-    """``fft:qwen3-0.6b:6,lora:gemma-4-e2b:3``.
-
-    Raises:
-        Rejected: code ``usage``: names the part that cannot be read.
-    """
-    found = []
-    for part in text.split(","):
-        kind, _, rest = part.strip().partition(":")
-        model, _, count = rest.rpartition(":")
-        if kind not in list(JobKind) or not model or not (count.isascii() and count.isdigit() and int(count) > 0):
-            raise Rejected(
-                f"{part.strip()[:60]!r} is not KIND:MODEL:COUNT: write for example fft:qwen3-0.6b:6 "
-                f"({' or '.join(JobKind)}, a model of the profile, a number from 1)",
-                code="usage",
-            )
-        found.append(JobsSpec(JobKind(kind), model, int(count)))
-    if sum(each.count for each in found) > JOBS_MAX:
-        raise Rejected(f"{sum(each.count for each in found)} jobs: at most {JOBS_MAX}", code="usage")
-    return tuple(found)

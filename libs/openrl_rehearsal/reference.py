@@ -15,8 +15,9 @@ from typing import Any, cast
 
 import msgspec
 
+from openrl_client.drills import parse_jobs
 from openrl_common.quantities import GIB
-from openrl_rehearsal.plan import Plan, parse_jobs
+from openrl_rehearsal.plan import Plan
 from openrl_rehearsal.profile import Basis, Figure, Part, Profile, Rate
 from openrl_rehearsal.rehearse import rehearse
 

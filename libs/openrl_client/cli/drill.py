@@ -1,4 +1,4 @@
-"""``openrl drill``: rehearsals of many jobs at once.
+"""``openrl drill``: many jobs at once, rendered for clients or rehearsed.
 
 ``rehearse`` and ``reference`` run the services' own cores, which this package never imports: they are looked up by name
 when they are used, and are not listed where ``openrl_rehearsal`` is not installed.
@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shlex
 
 import click
+
+from openrl_client import drills
+from openrl_client.cli.common import machine_readable
 
 _REHEARSAL = "openrl_rehearsal"
 _FOREIGN = {
@@ -44,4 +48,29 @@ def _installed() -> bool:
 
 @click.group(cls=_Drill)
 def drill() -> None:
-    """Rehearse what many jobs at once would do on a fleet."""
+    """Many jobs at once: what clients run, and what would come of it on a fleet."""
+
+
+@drill.command(context_settings={"ignore_unknown_options": True})
+@click.option("--jobs", required=True, help="KIND:MODEL:COUNT, several with commas; MODEL as `openrl run --model`.")
+@click.option("--recipe", default="grpo", show_default=True, help="Of `openrl run`.")
+@click.option("--image", default="", help="Write Kubernetes Jobs of this image, which has `openrl`.")
+@click.option("--namespace", default="default", show_default=True, help="Of the Jobs.")
+@click.option("--nats-url", default="nats://openrl-nats.openrl:4222", show_default=True, help="As the Jobs see it.")
+@click.option(
+    "--hf-cache-claim", "cache_claim", default="", help="Volume claim that each Job's own cache is filled from."
+)
+@click.option("--session", default="", help="A label of the Jobs, to find and delete them by.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def render(*, jobs: str, recipe: str, image: str, arguments: tuple[str, ...], **where: str) -> None:
+    """Print what the clients of a drill run: a command each, or with --image a List of Jobs for `kubectl apply -f -`.
+
+    ARGUMENTS are passed on to `openrl run`: -- --task letters:sort --steps 3
+    """
+    made = drills.client_jobs(drills.parse_jobs(jobs))
+    if not image:
+        click.echo("\n".join(shlex.join(drills.command(job, recipe, arguments)) for job in made))
+        return
+    place = drills.Where(image=image, **where)
+    items = [drills.manifest(job, recipe, arguments, place) for job in made]
+    click.echo(machine_readable({"apiVersion": "v1", "kind": "List", "items": items}, "json"))

@@ -39,6 +39,20 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_D3_one_command_warms_the_runtimes_up_runs_and_gives_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    """The verdict says what the warm-up was worth. On a virtual clock (D4): not on a running system yet."""
+    lora = [*DRILL[:-1], "lora:gemma-4-e2b:3", "--json"]
+
+    def rehearsed(*more: str) -> list[float]:
+        assert run([*lora, *more]) == 0
+        return [max(job["steps_ended_s"]) for job in json.loads(capsys.readouterr().out)["jobs"]]
+
+    cold, warm = rehearsed(), rehearsed("--warm", "gemma-4-e2b")
+    assert max(warm) < min(cold)
+    assert run([*DRILL, "--warm", "gemma-4-e2b"]) == 0
+    assert "of 4 jobs finished 3 steps within 180 s of kickoff" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

@@ -8,10 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from openrl_client.drills import parse_jobs
 from openrl_common.quantities import GIB
 from openrl_common.records import ClaimState, SeatState
 from openrl_ledger.core.ops import Table
-from openrl_rehearsal.plan import Plan, parse_jobs
+from openrl_rehearsal.plan import Plan
 from openrl_rehearsal.profile import REFERENCE, Profile, load
 from openrl_rehearsal.reference import DRILL_3, DRILL_4, DRILL_7, DRILLS, H100_BYTES, MEASURED, WARM, scan
 from openrl_rehearsal.rehearse import Rehearsal, rehearse
