@@ -42,4 +42,5 @@ REGRESSIONS: dict[int, str] = {
     113215: "the simulator left a request of its client without any answer: the ledger was never rebuilt",
     115078: "an end that overtook its submission was acknowledged before that submission was written (E6)",
     310049: "a launcher cut off between a worker's start gate and its record started it when it came back (B7)",
+    402217: "a LoRA runtime known only from its ended job's record was forgotten by a restart, its seat held for ever",
 }

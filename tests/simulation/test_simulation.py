@@ -19,7 +19,7 @@ from simulation.regressions import REGRESSIONS
 from simulation.run import simulate_many
 from simulation.world import MESSAGES_MIN, WORKLOADS_MIN, Outcome
 
-NUM_SCHEDULES = int(os.environ.get("OPEN_RL_SIMULATION_SCHEDULES", "400"))
+NUM_SCHEDULES = int(os.environ.get("OPEN_RL_SIMULATION_SCHEDULES", "600"))
 _PROCESSES = os.cpu_count() or 1
 
 

@@ -177,7 +177,7 @@ class Placement:
             self._outbox.revisions[id(store.workloads), workload.key] = workload.revision
         for job in self.state.jobs.values():
             for admitted in job.workloads:
-                self.state.put_admitted(admitted, job)
+                self.state.put_admitted(admitted, job, time.time())
         if self.state.fleet.known:
             self.state.sweep_at = time.time() + core.SWEEP_AFTER_S
         self._mirrors += [

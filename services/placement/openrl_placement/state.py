@@ -133,11 +133,18 @@ class State:
         self.workloads[record.workload] = record
         self._index(record)
 
-    def put_admitted(self, record: WorkloadRecord, job: JobRecord) -> None:
-        """After a restart: a workload that only its job's record has yet."""
+    def put_admitted(self, record: WorkloadRecord, job: JobRecord, now: float) -> None:
+        """After a restart: a workload that only its job's record has yet.
+
+        A LoRA job ends at once and leaves its runtime, which may have asked for its seats already: it stays known.
+        """
         standing = self.workloads.get(record.workload)
-        if not job.phase.ended and (standing is None or standing.incarnation < record.incarnation):
+        if standing is not None and standing.incarnation >= record.incarnation:
+            return
+        if not job.phase.ended:
             self.put_workload(record)
+        elif record.kind is JobKind.LORA:
+            self.put_workload(msgspec.structs.replace(record, jobs=(), idle_since=now))
 
     def forget_job(self, key: str) -> None:
         record = self.jobs.pop(key, None)

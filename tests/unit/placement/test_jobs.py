@@ -51,12 +51,34 @@ def test_E6_after_a_restart_what_was_admitted_is_found_in_the_jobs_record() -> N
     again = desk()
     again.state.put_job(admitted)
     for workload in admitted.workloads:
-        again.state.put_admitted(workload, admitted)
+        again.state.put_admitted(workload, admitted, again.now)
     assert again.workload(TRAINER) == it.workload(TRAINER)
     newer = msgspec.structs.replace(it.workload(TRAINER), phase=WorkloadPhase.PLACED)
     again.state.put_workload(newer)
-    again.state.put_admitted(admitted.workloads[0], admitted)
+    again.state.put_admitted(admitted.workloads[0], admitted, again.now)
     assert again.workload(TRAINER) == newer, "the workload's own key is newer"
+
+
+def test_P12_a_runtime_that_only_the_record_of_its_ended_job_has_is_released_after_its_idle_time() -> None:
+    """The job ended before the runtime's own records were written, and a crash came between the two (E6)."""
+    it = desk()
+    it.submit("a", "lora", sequence=7)
+    first = it.take(SeatRequested)
+    it.cancel("a")
+    ended = it.state.jobs["default.a"]
+    assert ended.phase is JobPhase.CANCELLED
+    again = desk(policy=Policy(lora_idle_s=60.0))
+    again.state.put_job(ended)
+    for workload in ended.workloads:
+        again.state.put_admitted(workload, ended, again.now)
+    again.book_all()
+    for request in first:
+        again.held(request.workload, 7, f"a-{request.workload}", f"c-{request.workload}")
+    again.repair()
+    again.repair()
+    again.tick(61.0)
+    released = {event.workload for event in again.take(SeatReleaseRequested)}
+    assert released == {request.workload for request in first}
 
 
 def test_a_job_is_ready_once_both_of_its_workers_are() -> None:
