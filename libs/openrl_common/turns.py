@@ -118,6 +118,7 @@ class Turns:
             log.warning("no ledger has seated workload %s: it takes no turns", self._context.workload.workload)
             return
         self._claim = claim
+        await self._give_back_what_was_left()
 
         async def on_hint(_body: bytes, _headers: dict[str, str]) -> None:
             self._hint.set()
@@ -125,6 +126,16 @@ class Turns:
 
         self._unsubscribe = await self._context.bus.subscribe(f"openrl.ev.ledger.*.turn.{claim}.*", on_hint)
         self._tasks.append(asyncio.create_task(self._tend(), name="turns"))
+
+    async def _give_back_what_was_left(self) -> None:
+        """Of a residency that an earlier process of this assignment had, its release may be on its way: not ours (T4).
+
+        What is granted from here on cannot be released by anybody else.
+        """
+        entry = await self._context.store.turns.get(self._claim)
+        residency = None if entry is None else entry.value.residents.get(self._context.assignment)
+        if residency is not None:
+            await self._say_left(self._released(residency.epoch, Moved(0, 0.0)))
 
     async def _find_claim(self) -> str:
         """The claim of this assignment. Named otherwise: the seat is moving or lost, and a fence is on its way.
@@ -311,17 +322,21 @@ class Turns:
             self._metrics.switch.labels("park").observe(moved.seconds)
             self._metrics.parked_bytes.set(moved.bytes)
             log.info("parked: %d bytes in %.3f s, epoch %d", moved.bytes, moved.seconds, self._epoch)
-        self._left_epoch, self._epoch = self._epoch, 0
+        await self._say_left(self._released(self._epoch, moved))
+        await self._note({"parked_bytes": str(moved.bytes), "park_seconds": f"{moved.seconds:.3f}"})
+
+    def _released(self, epoch: int, moved: Moved) -> TurnReleased:
+        """Off the device for good under this epoch: what says so, and is said again until the record shows it."""
+        self._left_epoch, self._epoch = epoch, 0
         self._attempt += 1
         self._left = TurnReleased(
             tenant=self._context.workload.tenant, claim=self._claim, assignment=self._context.assignment,
-            epoch=self._left_epoch, session=self._session, attempt=self._attempt, bytes_held=moved.bytes_held,
+            epoch=epoch, session=self._session, attempt=self._attempt, bytes_held=moved.bytes_held,
             bytes_parked=moved.bytes, park_seconds=moved.seconds, resume_seconds=self._resume_seconds,
             hits_hot=self._hits["hot"], hits_warm=self._hits["warm"],
         )  # fmt: skip
         self._hits = dict.fromkeys(self._hits, 0)
-        await self._say_left(self._left)
-        await self._note({"parked_bytes": str(moved.bytes), "park_seconds": f"{moved.seconds:.3f}"})
+        return self._left
 
     async def _say_left(self, event: TurnReleased) -> None:
         self._left_said_at = time.monotonic()

@@ -22,6 +22,7 @@ ASSIGNMENT = os.environ["OPEN_RL_ASSIGNMENT"]
 HOME = Path(os.environ["OPEN_RL_HOME"])
 CAPACITY_BYTES = int((HOME / "capacity").read_text())
 MARK = HOME / "device" / ASSIGNMENT
+MARK.unlink(missing_ok=True)  # of a former process, which is gone
 
 
 def say(what: str) -> None:
