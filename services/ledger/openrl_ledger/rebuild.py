@@ -114,20 +114,28 @@ async def refuse_to_replace(bus: Bus) -> None:
 
 
 async def write(bus: Bus, rebuilt: Rebuilt) -> None:
-    """Drop what stands there, write claims, budgets and seats, and the identity last."""
+    """Drop what stands there, write claims, budgets and seats, and the identity last.
+
+    By compare-and-swap: a try that was given up as lost must not land on what a ledger has made of it since (E7).
+    Raises Conflict: somebody else writes there.
+    """
     store = bus.store
-    await store.ledger_meta.delete(KEY)
+    identity = await store.ledger_meta.get(KEY)
+    if identity is not None:
+        await store.ledger_meta.delete(KEY, last=identity.revision)
     tables: tuple[tuple[Any, dict[str, Any]], ...] = (
         (store.ledger_claims, rebuilt.claims),
         (store.ledger_nodes, rebuilt.budgets),
         (store.ledger_seats, rebuilt.seats),
     )
     for bucket, records in tables:
-        for key in (await bucket.list()).keys() - records.keys():
-            await bucket.delete(key)
+        standing = {key: entry.revision for key, entry in (await bucket.list()).items()}
+        for key in standing.keys() - records.keys():
+            await bucket.delete(key, last=standing[key])
         for key, record in records.items():
-            await bucket.put(key, record)
-    await store.ledger_meta.put(KEY, LedgerIdentityRecord(id=secrets.token_hex(8), made_at=time.time(), rebuilt=True))
+            await bucket.write(key, record, last=standing.get(key, 0))
+    made = LedgerIdentityRecord(id=secrets.token_hex(8), made_at=time.time(), rebuilt=True)
+    await store.ledger_meta.write(KEY, made, last=0)
 
 
 async def main_async(nats_url: str, *, apply: bool, while_running: bool, replace: bool) -> Report:
