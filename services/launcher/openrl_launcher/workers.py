@@ -38,6 +38,8 @@ EXIT_CODE_NOT_STARTED = 127
 _RETRY_S = (0.1, 0.5, 1.0, 2.0, 5.0)
 _MEMORY_RETURN_S = 10.0
 _SAY_AGAIN_S = 5.0
+_IDENTITY_S = 5.0
+"""A start that takes longer looks once more whether the ledger is the one it began under; a rebuild takes longer."""
 
 
 @dataclass
@@ -229,6 +231,7 @@ class Workers:
         self._spawn(guarded())
 
     async def _start(self, tracked: Tracked, launch: Launch) -> None:
+        began_at = self._clock()
         record = tracked.record
         if record.state is not WorkerState.STARTING:  # else a try that was given up
             again = record.launched_at > 0
@@ -251,6 +254,10 @@ class Workers:
             return
         if gate is leases.Gate.TAKEN_OVER and await asyncio.to_thread(self._backend.sweep, launch.assignment) > 0:
             raise Transient(f"what an earlier process of {launch.workload} left does not end")
+        if self._identity is not None and self._clock() - began_at > _IDENTITY_S:
+            await (
+                self._identity.check()
+            )  # cut off meanwhile: a ledger that was rebuilt without this seat fences nothing
         if self.draining:
             tracked.status = Status.IDLE
             return

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
+
+from openrl_common.errors import Rejected
+from openrl_common.identity import KEY, LedgerIdentity
 from openrl_common.memory import MemoryBus
 from openrl_common.memory_server import MemoryServer, Network
 from openrl_common.quantities import GIB
-from openrl_common.records import ClaimEntry, Role, WorkerState
+from openrl_common.records import ClaimEntry, LedgerIdentityRecord, Role, WorkerState
 from openrl_launcher.backend import Launch, Process
 from openrl_launcher.core import Start
 from openrl_launcher.leases import fence
@@ -78,3 +83,22 @@ async def test_B7_one_that_is_fenced_while_its_record_is_being_written_is_not_st
     record = await others.store.workers.get("a1")
     assert record is not None
     assert record.value.state is WorkerState.GONE
+
+
+async def test_L7_one_whose_ledger_was_rebuilt_while_this_launcher_was_cut_off_is_not_started() -> None:
+    """The new ledger knows nothing of its seat, so nobody has fenced it."""
+    bus, machine = MemoryBus(MemoryServer()), Started()
+    await bus.store.ledger_meta.put(KEY, LedgerIdentityRecord(id="rebuilt"))
+    identity = LedgerIdentity(bus)
+    identity.known = "lost"
+    tasks: list[asyncio.Future[None]] = []
+    moments = itertools.count(0.0, 30.0)
+    workers = Workers(
+        bus, cast(Any, machine), cast(Any, None), node="n1", stop_grace_s=1.0, restarts_max=1,
+        clock=lambda: next(moments), now=time.time, wake=lambda: None, identity=identity,
+        spawn=lambda work: tasks.append(asyncio.ensure_future(work)),
+    )  # fmt: skip
+    workers.start(Start("a1", "c1", ENTRY), ("d0",))
+    with pytest.raises(Rejected, match="another one"):
+        await tasks[0]
+    assert machine.launches == []
