@@ -44,7 +44,7 @@ REGRESSIONS: dict[int, str] = {
     310049: "a launcher cut off between a worker's start gate and its record started it when it came back (B7)",
     402217: "a LoRA runtime known only from its ended job's record was forgotten by a restart, its seat held for ever",
     403623: "a worker came to the device under the turn of its former process, whose release came later (T4)",
-    403574: "a launcher cut off while the ledger was rebuilt without its seat started a worker when it came back (L7, B7)",
+    403574: "a launcher cut off while the ledger was rebuilt without its seat then started its worker (L7, B7)",
     405594: "a late write of a rebuild landed on what the ledger had made of its seat (L7, E7)",
     512427: "a late write of a rebuild made a claim that was gone retire again (L7, E7)",
 }
