@@ -47,4 +47,5 @@ REGRESSIONS: dict[int, str] = {
     403574: "a launcher cut off while the ledger was rebuilt without its seat then started its worker (L7, B7)",
     405594: "a late write of a rebuild landed on what the ledger had made of its seat (L7, E7)",
     512427: "a late write of a rebuild made a claim that was gone retire again (L7, E7)",
+    503902: "a claim that an old limit had refused came back to the same look, and a later waiter got it (W1, S7)",
 }

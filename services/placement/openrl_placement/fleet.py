@@ -69,6 +69,8 @@ class Fleet:
         self.nodes: dict[str, NodeRecord] = {}
         self.claims: dict[str, ClaimRecord] = {}
         self._host_used: dict[str, int] = {}
+        self._host_changes: Counter[str] = Counter()
+        self._claim_changes: Counter[str] = Counter()
         self._budgets: dict[str, NodeBudget] = {}
         self._leaving: dict[str, set[str]] = {}
         """Per claim, assignments that have left it and whose host memory the node still keeps for them."""
@@ -116,7 +118,9 @@ class Fleet:
             record = None
         if before is not None:
             self._count(claim, before, -1)
+        self._claim_changes[claim] += 1
         if record is None:
+            del self._claim_changes[claim]
             self.claims.pop(claim, None)
             self._leaving.pop(claim, None)
             self._unindex(claim)
@@ -136,6 +140,11 @@ class Fleet:
             or bool(before.entries.keys() - record.entries.keys())
         )
 
+    def changes(self, claim: str) -> tuple[int, int]:
+        """How often the claim, and the memory used on its node, have changed: equal when neither has since."""
+        record = self.claims.get(claim)
+        return self._claim_changes[claim], 0 if record is None else self._host_changes[record.node]
+
     def set_standing(self, node: str, standing: Standing) -> bool:
         """Take in what the ledger thinks of a node (F3); True when it takes newcomers now and did not before."""
         if self._standing.get(node, Standing.LIVE) is standing:
@@ -150,6 +159,7 @@ class Fleet:
         used = sum(entry.host_bytes for entry in budget.entries.values())
         before = self._host_used.get(node, 0)
         self._host_used[node] = used
+        self._host_changes[node] += used != before
         self._budgets[node] = budget
         over = [
             claim

@@ -40,10 +40,6 @@ _PLACED = (WorkloadPhase.PLACED, WorkloadPhase.STARTING, WorkloadPhase.READY)
 _ENDED = (WorkloadPhase.FINISHED, WorkloadPhase.FAILED)
 
 
-Signature = tuple[frozenset[str], int]
-"""What a claim looked like when it refused a workload: its entries, and the host bytes used on its node."""
-
-
 @dataclass(frozen=True)
 class Policy:
     """The settings that decisions depend on. ``placement_timeout_s`` 0 = never."""
@@ -110,7 +106,8 @@ class State:
         self.pulling: dict[str, WorkerRecord] = {}
         self.requested_at: dict[str, float] = {}
         self.sweep_at: float | None = None
-        self.refused_at: defaultdict[str, dict[str, tuple[Signature, float]]] = defaultdict(dict)
+        self.refused_at: defaultdict[str, dict[str, tuple[tuple[int, int], float]]] = defaultdict(dict)
+        """Claims that refused a workload: how often each had changed by then (``Fleet.changes``), and when."""
         self._released: OrderedDict[str, None] = OrderedDict()
         self._early: OrderedDict[str, list[AnyEvent]] = OrderedDict()
         self._cancelled_early: OrderedDict[str, AnyEvent] = OrderedDict()

@@ -17,7 +17,7 @@ from openrl_common.events import SeatRequested
 from openrl_common.records import ClaimState, WorkloadPhase, WorkloadRecord
 from openrl_placement.fleet import CANDIDATES_MAX, Need
 from openrl_placement.line import Group
-from openrl_placement.state import Effects, Signature, State, alive, need, order, waits, with_reason
+from openrl_placement.state import Effects, State, alive, need, order, waits, with_reason
 from openrl_placement.wedge import nodes_avoided
 
 PROMISES_MAX = 16
@@ -124,24 +124,17 @@ def settle(state: State, workload: str, now: float, fx: Effects, *, booked: str 
 
 
 def note_refusals(state: State, workload: str, claims: list[str], now: float) -> None:
-    """These claims said no: not offered to this workload again before they look different, or ``REFUSED_S`` later.
+    """These claims said no: not offered to this workload again before they have changed, or ``REFUSED_S`` later.
 
     What refuses need not show here: while a new limit is rolled out, a replica of the ledger may have the old one (S7).
     """
     for claim in claims:
-        state.refused_at[workload][claim] = signature(state, claim), now
+        state.refused_at[workload][claim] = state.fleet.changes(claim), now
 
 
 def _was_refused(state: State, workload: str, claim: str, now: float) -> bool:
     refused = state.refused_at.get(workload, {}).get(claim)
-    return refused is not None and refused[0] == signature(state, claim) and now - refused[1] < REFUSED_S
-
-
-def signature(state: State, claim: str) -> Signature:
-    record = state.fleet.claims.get(claim)
-    if record is None:
-        return frozenset(), 0
-    return frozenset(record.entries), state.fleet.host_used_bytes(record.node)
+    return refused is not None and refused[0] == state.fleet.changes(claim) and now - refused[1] < REFUSED_S
 
 
 def _request(state: State, record: WorkloadRecord, candidates: tuple[str, ...], now: float, fx: Effects) -> None:

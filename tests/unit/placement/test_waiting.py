@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from openrl_common.events import (
     JobEnded,
     JobFailed,
@@ -269,6 +271,29 @@ def test_W2_booking_wakes_nobody_and_a_refusal_is_not_repeated_while_the_claim_l
     claim = "c-" + trainer("first")
     it.claim(claim, allocated({"other": entry("w9")}))
     assert len(it.take(SeatRequested)) == 1, "it looks different: asked again"
+
+
+def test_W1_a_claim_that_refused_is_offered_again_once_it_has_changed_although_it_looks_as_it_did() -> None:
+    """S7: an old limit refused it; another seat came and went since, and a later waiter would get the room."""
+    it = full_house(limit=2)
+    queue(it, "a")
+    free_one(it)
+    asked = it.take(SeatRequested)
+    claim = asked[0].candidates[0]
+    before = it.state.fleet.claims[claim]
+    while asked:
+        it.event(
+            SeatRefused(
+                tenant="default", workload=asked[0].workload, incarnation=asked[0].incarnation,
+                attempt=asked[0].attempt, code="no-candidate", message="",
+                refusals=dict.fromkeys(asked[0].candidates, "all 1 seats are taken"),
+            )
+        )  # fmt: skip
+        asked = it.take(SeatRequested)
+    it.claim(claim, msgspec.structs.replace(before, entries=before.entries | {"other": entry("w9")}))
+    assert it.take(SeatRequested) == []
+    it.claim(claim, before)
+    assert [request.workload for request in it.take(SeatRequested)] == [trainer("a")]
 
 
 def test_S7_a_claim_that_refused_and_looks_the_same_is_offered_again_a_minute_later() -> None:
