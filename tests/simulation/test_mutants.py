@@ -67,6 +67,8 @@ def _limit_is_raised(plan: Plan) -> bool:
     return plan.old_limit != 0 and (plan.limit == 0 or plan.limit > plan.old_limit)
 
 
+RECORDED_FIRST = "await self._insist(lambda: self._store.workers.put(record.assignment, record))\n    gate"
+
 MUTANTS = [
     Mutant(
         "S2 the limit is not looked at when joining",
@@ -221,14 +223,14 @@ MUTANTS = [
         "worker.status is not Status.GONE",
         'worker.status is not Status.GONE and worker.claim != ""',
         ("invariant 5",),
-        also=((Workers._start, "self._store.workers.put(record.assignment, record)", "asyncio.sleep(0)"),),
+        also=((Workers._start, RECORDED_FIRST, "gate"),),
         seeds=tuple(_seeds_where(_orphans, range(2000))),
     ),
     Mutant(
         "L7 a worker is started before it is recorded",
         Workers._start,
-        "self._store.workers.put(record.assignment, record)",
-        "asyncio.sleep(0)",
+        RECORDED_FIRST,
+        "gate",
         ("T2", "invariant 1", "invariant 5"),
         seeds=tuple(_seeds_where(_orphans, range(2000))),
     ),
