@@ -3,10 +3,9 @@
     python -m openrl_trainer.step_timings one|budget MODEL   64 sequences of 8 to 64 tokens, one a pass or by the budget
     python -m openrl_trainer.step_timings logprobs WAY       log-probabilities of 2,048 tokens, vocabulary 32,000
 
-One line of JSON: the best of several runs' seconds, tokens a second, and ``peak_bytes``: the most resident memory of
-the process over what it had before (Linux), in a run of its own whose allocator gives back what is freed. ``logprobs``,
-forward and backward, by: ``whole`` logits, ``ours`` (chunked_logprobs), ``torch`` (linear_cross_entropy in chunks),
-``cut`` (cut-cross-entropy by torch.compile), ``liger``.
+One line of JSON: the best of several requests' seconds, tokens a second, and ``peak_bytes``: the most resident memory
+of the process over what it had before (Linux). ``logprobs``, forward and backward, by: ``whole`` logits, ``ours``
+(chunked_logprobs), ``torch`` (linear_cross_entropy in chunks), ``cut`` (cut-cross-entropy by torch.compile), ``liger``.
 """
 
 from __future__ import annotations
