@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import contextvars
 import functools
-import heapq
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -141,14 +140,13 @@ CALM = Weather()
 class SimulatedNetwork(Network):
     """Delays, loses and repeats words by a seed; kills a process at one of its effects now and then.
 
-    A run has thousands of words: what every one of them goes through draws once and makes its timer itself.
+    A run has thousands of words: of most, one draw says what becomes of them and how long that takes.
     """
 
     def __init__(self, world: World, random: Random) -> None:
         self._world = world
         self._draw = random.random
-        self._loop = world.loop
-        self.post = world.loop.post  # type: ignore[method-assign]
+        self.post = world.loop.post  # type: ignore[method-assign]  # one call less for each of them
         self.landed = world.landed  # type: ignore[method-assign]
         self.future = functools.partial(asyncio.Future, loop=world.loop)  # type: ignore[method-assign]
         self.weather = CALM
@@ -178,10 +176,7 @@ class SimulatedNetwork(Network):
                 return
             if fate is Fate.LATE:
                 delay_s = timeout_s + 3.0 * self._draw()
-        loop = self._loop
-        loop.num_timers += 1
-        arrival = (bus, apply, answer, timeout_s, fate)
-        heapq.heappush(loop.timers, (loop.now_s + delay_s, loop.num_timers, self._arrive_at, arrival))
+        self.post(delay_s, self._arrive_at, bus, apply, answer, timeout_s, fate)
 
     def _arrive_at(
         self, bus: MemoryBus, apply: Callable[[], Any], answer: asyncio.Future[Any], timeout_s: float, fate: Fate
@@ -208,13 +203,7 @@ class SimulatedNetwork(Network):
         if self.weather is CALM:  # the way there took its time; answers would be a quarter of all timers
             self._answer(bus, answer, result, refused)
             return
-        draw = self._draw()
-        delay_s = 0.0005 + 0.002 * draw if draw >= self.weather.slow else self._slow_s()
-        loop = self._loop
-        loop.num_timers += 1
-        heapq.heappush(
-            loop.timers, (loop.now_s + delay_s, loop.num_timers, self._answer, (bus, answer, result, refused))
-        )
+        self.post(self.delay_s(), self._answer, bus, answer, result, refused)
 
     def _keep(self, bus: MemoryBus, *request: Any) -> None:
         """Not connected: a client keeps some of what it could not send, and sends it after the reconnect."""
@@ -246,8 +235,7 @@ class SimulatedNetwork(Network):
             call(*arguments)
 
     def push(self, bus: MemoryBus, kind: str, call: Callable[..., object], *arguments: Any) -> None:
-        draw = self._draw()
-        delay_s = 0.0005 + 0.002 * draw if draw >= self.weather.slow else self._slow_s()
+        delay_s = self.delay_s()
         if kind == "changes":
             if self._draw() < self.weather.changes_late:
                 delay_s = 4.0 * self._draw()
@@ -257,10 +245,7 @@ class SimulatedNetwork(Network):
                 return
             if self._draw() < self.weather.delivered_twice:
                 self.post(2.0 * self._draw(), self._pushed, bus, call, arguments, True)
-        loop = self._loop
-        loop.num_timers += 1
-        arrival = (bus, call, arguments, kind == "message")
-        heapq.heappush(loop.timers, (loop.now_s + delay_s, loop.num_timers, self._pushed, arrival))
+        self.post(delay_s, self._pushed, bus, call, arguments, kind == "message")
 
     def _pushed(self, bus: MemoryBus, call: Callable[..., object], arguments: tuple[Any, ...], count: bool) -> None:
         if bus.killed or bus.cut_off:
