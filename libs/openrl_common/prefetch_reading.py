@@ -45,6 +45,7 @@ class Reading:
         """``missing``: the indices of the blocks to read. ``opened``: the descriptors of the files."""
         self._blocks = blocks
         self._opened = opened
+        self._steps = {path: announce_reading(fd) for path, fd in opened.items()}
         self._report = report
         self._changed = threading.Condition(threading.RLock())  # a report may end the reading
         self._to_come = sorted(missing)
@@ -127,8 +128,7 @@ class Reading:
 
     def _bring(self, block: Block, buffer: memoryview) -> bool:
         """Whether the block is there; False when told to stop before."""
-        fd = self._opened[block.path]
-        step = announce_reading(fd)
+        fd, step = self._opened[block.path], self._steps[block.path]
         if step:
             for offset in range(block.offset, block.end, step):
                 os.posix_fadvise(fd, offset, min(step, block.end - offset), os.POSIX_FADV_WILLNEED)
