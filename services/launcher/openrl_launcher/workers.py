@@ -132,10 +132,7 @@ class Workers:
                 tracked.status = Status.BACKING_OFF
             elif record.state is WorkerState.EXITED:
                 tracked.status = Status.EXITED
-        for (
-            assignment,
-            process,
-        ) in found.items():  # without a record: lost, or of a launcher that recorded them only afterwards
+        for assignment, process in found.items():  # the record is lost, or its launcher wrote it only afterwards
             seat = await self._store.ledger_seats.get(process.workload) if process.workload else None
             claim = seat.value.claim if seat is not None and seat.value.assignment == assignment else ""
             record = WorkerRecord(
@@ -255,9 +252,8 @@ class Workers:
         if gate is leases.Gate.TAKEN_OVER and await asyncio.to_thread(self._backend.sweep, launch.assignment) > 0:
             raise Transient(f"what an earlier process of {launch.workload} left does not end")
         if self._identity is not None and self._clock() - began_at > _IDENTITY_S:
-            await (
-                self._identity.check()
-            )  # cut off meanwhile: a ledger that was rebuilt without this seat fences nothing
+            # This launcher was cut off meanwhile: a ledger that was rebuilt without this seat fences nothing.
+            await self._identity.check()
         if self.draining:
             tracked.status = Status.IDLE
             return

@@ -249,6 +249,15 @@ class Fleet:
             return 0
         return None if self.limit == 0 else max(0, self.limit - len(record.entries))
 
+    def host_fits(self, claim: str, host_bytes: int) -> bool:
+        """P6 alone, on the claim's node."""
+        record = self.claims.get(claim)
+        node = self.nodes.get(record.node) if record is not None else None
+        return node is None or not self._host_refusal(node, host_bytes)
+
+    def _host_refusal(self, node: NodeRecord, host_bytes: int) -> str:
+        return host_refusal(node, self._host_used.get(node.node, 0), host_bytes)
+
     def refusal(self, claim: str, need: Need, limit: int | None = None) -> str:
         """P3 in full: "" when the claim would take the workload, else why not, with numbers."""
         record = self.claims.get(claim)
@@ -442,15 +451,6 @@ class Fleet:
         return first
 
     # --- showing -----------------------------------------------------------------------------------------------
-
-    def host_fits(self, claim: str, host_bytes: int) -> bool:
-        """P6 alone, on the claim's node."""
-        record = self.claims.get(claim)
-        node = self.nodes.get(record.node) if record is not None else None
-        return node is None or not self._host_refusal(node, host_bytes)
-
-    def _host_refusal(self, node: NodeRecord, host_bytes: int) -> str:
-        return host_refusal(node, self._host_used.get(node.node, 0), host_bytes)
 
     def claims_on(self, node: str) -> list[str]:
         return sorted(self._on_node.get(node, ()))

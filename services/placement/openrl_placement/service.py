@@ -28,7 +28,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from openrl_common.bus import Bus, Delivery
 from openrl_common.duty import Duty
 from openrl_common.errors import OpenRLError, Poison, Rejected, Transient
-from openrl_common.events import JobCancelled, JobFailed, JobFinished, JobSubmitted
+from openrl_common.events import AnyEvent, JobCancelled, JobFailed, JobFinished, JobSubmitted
 from openrl_common.health import check
 from openrl_common.identity import LedgerIdentity
 from openrl_common.process_name import process_is_gone, this_process
@@ -215,13 +215,13 @@ class Placement:
         else:
             effects = core.decide(self.state, event, time.time())
         # Looked at now: what comes while this waits below may know the submission, and is not written yet.
-        early = isinstance(event, JobCancelled | JobFinished) and self._came_early(event, delivery)
+        too_early = self._came_early(event, delivery)
         await self._outbox.carry_out(effects)
         await self._outbox.settle(event)
         if self._duty is not None and not self._duty.held:
             raise Transient("this replica may have been replaced meanwhile: its successor has to see this too")
-        if early and isinstance(event, JobCancelled | JobFinished):
-            raise Transient(f"job {event.job}: its end came before its submission {event.submission}")
+        if too_early:
+            raise Transient(too_early)
 
     async def _submitted(self, submission: jobs.Submission) -> Effects:
         """Decide once the model is read. A later submission of the name waits, or it would get the name first."""
@@ -234,11 +234,15 @@ class Placement:
                 raise Transient(f"job {event.job}: the name came free meanwhile, deciding again")
             return jobs.submitted(self.state, submission, model, self._constants, time.time())
 
-    def _came_early(self, event: JobCancelled | JobFinished, delivery: Delivery) -> bool:
-        """Is the submission that this ends still under way? Then it must not be acknowledged: memory alone has it."""
+    def _came_early(self, event: AnyEvent, delivery: Delivery) -> str:
+        """Why an end must not be acknowledged: its submission is under way, so memory alone has it. "" for all else."""
+        if not isinstance(event, JobCancelled | JobFinished):
+            return ""
         job = self.state.jobs.get(f"{event.tenant}.{event.job}")
         known = job is not None and (job.submission == event.submission or jobs.answered(job, event.submission))
-        return not known and time.time() - delivery.published_at < _EARLY_END_S
+        if known or time.time() - delivery.published_at >= _EARLY_END_S:
+            return ""
+        return f"job {event.job}: its end came before its submission {event.submission}"
 
     async def follow_mirrors(self) -> None:
         """Carry out what mirror changes led to, in order; a failure is kept by the outbox and tried again."""

@@ -69,6 +69,21 @@ def free_one(it: Desk) -> None:
     it.claim(claim, allocated(dict(list(it.state.fleet.claims[claim].entries.items())[1:])))
 
 
+def refuse_all(it: Desk) -> list[SeatRequested]:
+    """A ledger with a lower limit refuses whoever asks, until nobody does; what was asked first."""
+    first = asked = it.take(SeatRequested)
+    while asked:
+        it.event(
+            SeatRefused(
+                tenant="default", workload=asked[0].workload, incarnation=asked[0].incarnation,
+                attempt=asked[0].attempt, code="no-candidate", message="",
+                refusals=dict.fromkeys(asked[0].candidates, "all 1 seats are taken"),
+            )
+        )  # fmt: skip
+        asked = it.take(SeatRequested)
+    return first
+
+
 def test_W1_of_two_jobs_with_one_seat_each_the_younger_gives_way_and_the_older_begins() -> None:
     """One device with two seats, each taken by one worker of another job: without this both wait for ever (P11, W1)."""
     it = Desk(limit=2)
@@ -278,22 +293,14 @@ def test_W1_a_claim_that_refused_is_offered_again_once_it_has_changed_although_i
     it = full_house(limit=2)
     queue(it, "a")
     free_one(it)
-    asked = it.take(SeatRequested)
-    first, claim = asked[0].workload, asked[0].candidates[0]
+    claim = "c-" + trainer("first")
     before = it.state.fleet.claims[claim]
-    while asked:
-        it.event(
-            SeatRefused(
-                tenant="default", workload=asked[0].workload, incarnation=asked[0].incarnation,
-                attempt=asked[0].attempt, code="no-candidate", message="",
-                refusals=dict.fromkeys(asked[0].candidates, "all 1 seats are taken"),
-            )
-        )  # fmt: skip
-        asked = it.take(SeatRequested)
+    first = refuse_all(it)[0]
+    assert first.candidates[0] == claim
     it.claim(claim, msgspec.structs.replace(before, entries=before.entries | {"other": entry("w9")}))
     assert it.take(SeatRequested) == []
     it.claim(claim, before)
-    assert [request.workload for request in it.take(SeatRequested)] == [first]
+    assert [request.workload for request in it.take(SeatRequested)] == [first.workload]
 
 
 def test_S7_a_claim_that_refused_and_looks_the_same_is_offered_again_a_minute_later() -> None:
@@ -301,16 +308,7 @@ def test_S7_a_claim_that_refused_and_looks_the_same_is_offered_again_a_minute_la
     it = full_house(limit=2)
     queue(it, "a")
     free_one(it)
-    asked = it.take(SeatRequested)
-    while asked:
-        it.event(
-            SeatRefused(
-                tenant="default", workload=asked[0].workload, incarnation=asked[0].incarnation,
-                attempt=asked[0].attempt, code="no-candidate", message="",
-                refusals=dict.fromkeys(asked[0].candidates, "all 1 seats are taken"),
-            )
-        )  # fmt: skip
-        asked = it.take(SeatRequested)
+    refuse_all(it)
     it.repair(50.0)
     assert it.take(SeatRequested) == []
     it.repair(11.0)
