@@ -133,6 +133,11 @@ async def test_a_state_that_is_lost_is_told_to_every_asker_and_never_guessed_R5_
     await world.job("tune", JobKind.FFT, workload)
     every = {"OPEN_RL_CHECKPOINT_EVERY": "1step"}
     await trainers.begin(workload, **every)
+
+    async def written(seq: int) -> bool:
+        record = await world.bus.store.checkpoints.get("default.tune")
+        return record is not None and record.value.seq >= seq
+
     seq = 0
     for _ in range(4):
         for request in (
@@ -141,12 +146,10 @@ async def test_a_state_that_is_lost_is_told_to_every_asker_and_never_guessed_R5_
         ):
             assert (await world.ask("tune", request)).error is None
         seq += 2
-
-    async def written(at_least: int) -> bool:
-        record = await world.bus.store.checkpoints.get("default.tune")
-        return record is not None and record.value.seq >= at_least and record.value.trimmed_before > 0
-
-    await until(lambda: written(8))
+        await until(lambda: written(seq))  # noqa: B023 (awaited here): while one is written, none is begun
+    record = await world.bus.store.checkpoints.get("default.tune")
+    assert record is not None
+    assert record.value.trimmed_before > 0
     wanted = await world.ask("tune", forward(9))
     directory = world.home / "checkpoints/default/tune/7"
     await trainers.kill()
