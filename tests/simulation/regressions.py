@@ -48,4 +48,6 @@ REGRESSIONS: dict[int, str] = {
     405594: "a late write of a rebuild landed on what the ledger had made of its seat (L7, E7)",
     512427: "a late write of a rebuild made a claim that was gone retire again (L7, E7)",
     503902: "a claim that an old limit had refused came back to the same look, and a later waiter got it (W1, S7)",
+    406214: "host memory of a node was promised once for each of its claims, and a later waiter got it (W1)",
+    406098: "the only record of a LoRA runtime was overwritten when its ended job's name was submitted again (P12)",
 }

@@ -2,7 +2,8 @@
 
 Waiters are grouped by what they need, because a freed seat fits all of a group or none of it: a wake-up merges the
 heads of the few groups that fit instead of walking thousands of waiters. A claim offered to a waiter is promised to
-it until that waiter is settled, so that nothing an earlier waiter could use goes to a later one.
+it until that waiter is settled, and so is host memory of the claim's node, which all claims there share: nothing that
+an earlier waiter could use goes to a later one.
 
 Invariants: a workload stands in the line at most once; promises and aims exist only for workloads with a request under
 way, and ``promised(claim)`` equals the number of workloads that hold one.
@@ -33,6 +34,18 @@ class Group:
     seatless: bool
 
 
+@dataclass(frozen=True)
+class Promise:
+    """What one request under way may take: a seat on one of the claims, and ``host_bytes`` on one of their nodes."""
+
+    claims: tuple[str, ...]
+    nodes: frozenset[str]
+    host_bytes: int
+
+
+NOTHING = Promise((), frozenset(), 0)
+
+
 class Line:
     """Who waits, in order; who has a request under way, and which claims it was promised."""
 
@@ -40,9 +53,10 @@ class Line:
         self._all: SortedList[Place] = SortedList()
         self._groups: dict[Group, SortedList[Place]] = {}
         self._where: dict[str, tuple[Place, Group]] = {}
-        self._promises: dict[str, tuple[tuple[str, ...], int]] = {}
+        self._promises: dict[str, Promise] = {}
         self._promised: Counter[str] = Counter()
         self._promised_bytes: Counter[str] = Counter()
+        self._short: set[str] = set()
         self._aims: dict[str, str] = {}
         self._aimed: Counter[str] = Counter()
 
@@ -89,12 +103,12 @@ class Line:
 
     # --- requests under way ------------------------------------------------------------------------------------
 
-    def promise(self, workload: str, claims: tuple[str, ...], host_bytes: int = 0) -> None:
-        """A request with these candidates is under way; it will take ``host_bytes`` of its node."""
+    def promise(self, workload: str, promise: Promise) -> None:
+        """A request is under way."""
         self.settle(workload)
-        self._promises[workload] = claims, host_bytes
-        self._promised.update(claims)
-        self._promised_bytes.update(dict.fromkeys(claims, host_bytes))
+        self._promises[workload] = promise
+        self._promised.update(promise.claims)
+        self._promised_bytes.update(dict.fromkeys(promise.nodes, promise.host_bytes))
 
     def aim(self, workload: str, claim: str) -> None:
         """A request is under way, of a waiter or not, whose first candidate is ``claim``."""
@@ -109,30 +123,38 @@ class Line:
     def _unaim(self, workload: str) -> None:
         claim = self._aims.pop(workload, None)
         if claim is not None:
-            self._aimed[claim] -= 1
-            if self._aimed[claim] <= 0:
-                del self._aimed[claim]
+            _take(self._aimed, {claim: 1})
 
     def busy(self, workload: str) -> bool:
         return workload in self._promises
 
-    def settle(self, workload: str) -> tuple[str, ...]:
-        """The request was answered: give back what was promised."""
+    def settle(self, workload: str) -> tuple[Promise, frozenset[str]]:
+        """The request was answered: what had been promised, and the nodes of it whose memory somebody went without."""
         self._unaim(workload)
-        claims, host_bytes = self._promises.pop(workload, ((), 0))
-        for claim in claims:
-            self._promised[claim] -= 1
-            self._promised_bytes[claim] -= host_bytes
-            if self._promised[claim] <= 0:
-                del self._promised[claim], self._promised_bytes[claim]
-        return claims
+        promise = self._promises.pop(workload, NOTHING)
+        _take(self._promised, dict.fromkeys(promise.claims, 1))
+        _take(self._promised_bytes, dict.fromkeys(promise.nodes, promise.host_bytes))
+        short = promise.nodes & self._short
+        self._short -= short
+        return promise, short
 
     def promised(self, claim: str) -> int:
         return self._promised[claim]
 
-    def promised_bytes(self, claim: str) -> int:
-        """Host memory that those who were promised this claim will take of its node."""
-        return self._promised_bytes[claim]
+    def promised_bytes(self, node: str) -> int:
+        """Host memory of a node that those with a request under way may take."""
+        return self._promised_bytes[node]
+
+    def went_without(self, node: str) -> None:
+        """Somebody was passed over because this node's memory is promised: told when some of it is given back."""
+        self._short.add(node)
+
+
+def _take(counts: Counter[str], amounts: dict[str, int]) -> None:
+    for key, amount in amounts.items():
+        counts[key] -= amount
+        if counts[key] <= 0:
+            del counts[key]
 
 
 def _walk(members: SortedList[Place]) -> Iterator[Place]:

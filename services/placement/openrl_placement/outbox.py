@@ -1,7 +1,8 @@
 """Carrying out what placement decided: records first, then events, each record's in the order of the decisions (E6).
 
 Invariants: a write is a compare-and-swap from the revision last seen, and writes the record as it stands now; what
-could not be carried out is kept and goes with the next effects, so that memory never runs ahead for good.
+could not be carried out is kept and goes with the next effects, so that memory never runs ahead for good. A new
+workload stands in its job's record alone at first: that record stops carrying it only once it has one of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from openrl_common.bus import Bus
 from openrl_common.duty import Duty
 from openrl_common.errors import Conflict, Transient
 from openrl_common.events import Event
-from openrl_common.store import Bucket
+from openrl_common.records import JobRecord, WorkloadRecord
+from openrl_common.store import Bucket, Entry
 from openrl_placement.state import Effects, State
 
 T = TypeVar("T")
@@ -32,7 +34,17 @@ class Outbox:
         self._kept: list[Effects] = []
         self.revisions: dict[tuple[int, str], int] = {}
         """Of every record, what was last read or written: the next write is a compare-and-swap from it."""
+        self._carried: dict[str, tuple[int, tuple[str, ...]]] = {}
+        """Job → incarnation and workloads that its stored record carries."""
+        self._alone: dict[str, str] = {}
+        """Workload → the job whose stored record alone has it."""
         self._slots = asyncio.Semaphore(_WRITES_AT_ONCE)
+
+    def found(self, bucket: Bucket[T], entry: Entry[T]) -> None:
+        """A record that stood there at the start."""
+        self.revisions[id(bucket), entry.key] = entry.revision
+        if isinstance(entry.value, JobRecord):
+            self._note_carried(entry.key, entry.value)
 
     async def carry_out(self, effects: Effects) -> None:
         """Raises Transient when something could not be written or published; it is then kept for the next call."""
@@ -53,7 +65,7 @@ class Outbox:
             await self._all(
                 [self._write(self._bus.store.workloads, key, self._state.workloads) for key in effects.workloads]
             )
-            await self._all([self._write(self._bus.store.jobs, key, self._state.jobs) for key in effects.jobs])
+            await self._all([self._write_job(key) for key in effects.jobs])
             unique = {event.message_id: event for event in effects.events}
             await self._all([self._publish(event) for event in unique.values()])
         except BaseException:
@@ -88,28 +100,60 @@ class Outbox:
                     raise result
 
     async def _write(self, bucket: Bucket[T], key: str, records: dict[str, T]) -> None:
+        async with self._slots:
+            while not await self._written(bucket, key, records):
+                pass
+
+    async def _write_job(self, key: str) -> None:
+        async with self._slots:
+            while True:
+                record = self._state.jobs.get(key)
+                left = self._left_behind(key, record)
+                if left:
+                    if await self._written(self._bus.store.workloads, left[0], self._state.workloads):
+                        self._alone.pop(left[0], None)
+                elif await self._written(self._bus.store.jobs, key, self._state.jobs):
+                    self._note_carried(key, record)
+                    return
+
+    async def _written(self, bucket: Bucket[T], key: str, records: dict[str, T]) -> bool:
         """Write the record as it stands now (not as it stood at the decision): nothing older can replace it.
 
         By compare-and-swap, although there is one writer: a write of a killed predecessor, or an own one given up as
-        lost, may still be on its way, and would otherwise land on top (E7).
+        lost, may still be on its way, and would otherwise land on top (E7). False: something did, try again.
         """
+        self._look_at_duty()
         place = (id(bucket), key)
-        async with self._slots:
-            while True:
-                self._look_at_duty()
-                record, last = records.get(key), self.revisions.get(place, 0)
-                try:
-                    if record is not None:
-                        self.revisions[place] = await bucket.write(key, record, last=last)
-                    elif last:
-                        await bucket.delete(key, last=last)
-                        self.revisions.pop(place, None)
-                    return
-                except Conflict:
-                    standing = await bucket.get(key)
-                    if self._duty is not None:
-                        await self._duty.confirm()  # after the read: what is written from it can replace nothing newer
-                    self.revisions[place] = 0 if standing is None else standing.revision
+        record, last = records.get(key), self.revisions.get(place, 0)
+        try:
+            if record is not None:
+                self.revisions[place] = await bucket.write(key, record, last=last)
+            elif last:
+                await bucket.delete(key, last=last)
+                self.revisions.pop(place, None)
+        except Conflict:
+            standing = await bucket.get(key)
+            if self._duty is not None:
+                await self._duty.confirm()  # after the read: what is written from it can replace nothing newer
+            self.revisions[place] = 0 if standing is None else standing.revision
+            return False
+        if isinstance(record, WorkloadRecord):
+            self._alone.pop(key, None)
+        return True
+
+    def _left_behind(self, key: str, record: JobRecord | None) -> list[str]:
+        """Workloads that this record of a job would overwrite: they have no other."""
+        _, carried = self._carried.get(key, (0, ()))
+        kept = {each.workload for each in record.workloads} if record is not None else set()
+        return [workload for workload in carried if self._alone.get(workload) == key and workload not in kept]
+
+    def _note_carried(self, key: str, record: JobRecord | None) -> None:
+        workloads = tuple(each.workload for each in record.workloads) if record is not None else ()
+        if record is None or not workloads:
+            self._carried.pop(key, None)
+        elif self._carried.get(key) != (record.incarnation, workloads):
+            self._carried[key] = record.incarnation, workloads
+            self._alone.update(dict.fromkeys(workloads, key))
 
     async def _publish(self, event: Event) -> None:
         async with self._slots:

@@ -171,10 +171,10 @@ class Placement:
         ]
         for entry in (await store.jobs.list()).values():
             self.state.put_job(entry.value)
-            self._outbox.revisions[id(store.jobs), entry.key] = entry.revision
+            self._outbox.found(store.jobs, entry)
         for workload in (await store.workloads.list()).values():
             self.state.put_workload(workload.value)
-            self._outbox.revisions[id(store.workloads), workload.key] = workload.revision
+            self._outbox.found(store.workloads, workload)
         for job in self.state.jobs.values():
             for admitted in job.workloads:
                 self.state.put_admitted(admitted, job, time.time())

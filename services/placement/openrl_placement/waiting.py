@@ -16,7 +16,7 @@ import msgspec
 from openrl_common.events import SeatRequested
 from openrl_common.records import ClaimState, WorkloadPhase, WorkloadRecord
 from openrl_placement.fleet import CANDIDATES_MAX, Need
-from openrl_placement.line import Group
+from openrl_placement.line import Group, Promise
 from openrl_placement.state import Effects, State, alive, need, order, waits, with_reason
 from openrl_placement.wedge import nodes_avoided
 
@@ -118,7 +118,9 @@ def settle(state: State, workload: str, now: float, fx: Effects, *, booked: str 
     The claim that took it is left alone while a seat limit counts: its next change in the ledger wakes the line.
     """
     state.requested_at.pop(workload, None)
-    for claim in state.line.settle(workload):
+    promise, short = state.line.settle(workload)
+    of_nodes = [claim for node in sorted(short) for claim in state.fleet.claims_on(node)]
+    for claim in dict.fromkeys([*promise.claims, *of_nodes]):
         if claim != booked or state.fleet.limit == 0:
             wake_claim(state, claim, now, fx)
 
@@ -148,7 +150,8 @@ def _request(state: State, record: WorkloadRecord, candidates: tuple[str, ...], 
     # A waiter is promised all it was offered. A newcomer counts for its best candidate alone: enough that a burst of
     # submissions is spread over the claims that have room, although the view has not heard of their bookings yet.
     promised = candidates if record.workload in state.line else candidates[:1]
-    state.line.promise(record.workload, promised, record.shape.host_bytes)
+    nodes = frozenset(state.fleet.claims[claim].node for claim in promised)
+    state.line.promise(record.workload, Promise(promised, nodes, record.shape.host_bytes))
     if candidates:
         state.line.aim(record.workload, candidates[0])
     fx.workloads[record.workload] = None
@@ -186,9 +189,13 @@ def repeat_request(state: State, record: WorkloadRecord, now: float, fx: Effects
 
 
 def _memory_is_left(state: State, claim: str, wanted: Need) -> bool:
-    """Does its node hold this one beside all who were promised the claim before?"""
-    promised = state.line.promised_bytes(claim)
-    return promised == 0 or state.fleet.host_fits(claim, promised + wanted.shape.host_bytes)
+    """Does its node hold this one beside all who were promised its memory before?"""
+    node = state.fleet.claims[claim].node
+    promised = state.line.promised_bytes(node)
+    if promised == 0 or state.fleet.host_fits(claim, promised + wanted.shape.host_bytes):
+        return True
+    state.line.went_without(node)
+    return False
 
 
 def _promised_away(state: State, wanted: Need) -> Callable[[str], bool]:

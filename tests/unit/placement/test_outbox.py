@@ -125,3 +125,23 @@ async def test_E6_an_end_that_overtook_its_submission_is_not_acknowledged_before
     await writing
     with pytest.raises(Transient, match="before its submission"):
         await handling
+
+
+async def test_P12_a_runtime_that_only_its_jobs_record_has_is_written_before_that_is_replaced() -> None:
+    """A record is written as it stands by then: the job ended and was submitted again while its first write waited."""
+    bus = MemoryBus(MemoryServer())
+    placement, it = placement_on(bus)
+    it.node(node())
+    it.submit("a", "lora", submission="s1")
+    write = Effects()
+    write.jobs["default.a"] = None
+    await placement._outbox.carry_out(write)
+    runtime = it.state.jobs["default.a"].trainer
+    assert await bus.store.workloads.get(runtime) is None, "a job's record carries its new workloads"
+    it.event(JobFinished(tenant="default", job="a", submission="s1"))
+    it.submit("a", "fft", submission="s2")
+    await placement._outbox.carry_out(write)
+    standing = await bus.store.jobs.get("default.a")
+    assert standing is not None
+    assert standing.value.submission == "s2"
+    assert await bus.store.workloads.get(runtime) is not None

@@ -241,6 +241,31 @@ def test_W1_host_memory_promised_to_an_earlier_waiter_is_not_offered_to_a_later_
     assert [each for each in it.take(SeatRequested) if "c" in each.candidates] == []
 
 
+def test_W1_host_memory_promised_on_one_claim_is_not_offered_on_another_of_its_node() -> None:
+    """Claims of one node share its memory; what is given back goes to the next in line, on whichever claim it fits."""
+    it = Desk(limit=2)
+    it.node(node(devices=2, host_gib=10))
+    host = {"x": NodeEntry(workload="w1", claim="large", host_bytes=9 * GIB)}
+    it.claim("large", allocated({"x": entry("w1", host_gib=9)}))
+    it.claim("small", allocated({"y": entry("w2")}, gib=23))
+    it.budget("n1", NodeBudget(entries=host))
+    queue(it, "big", gib=70, host_gib=8)
+    queue(it, "tiny", gib=5, host_gib=8)
+    it.claim("large", allocated({}))
+    it.budget("n1", NodeBudget(entries={}))
+    for workload in (sampler("big"), trainer("big")):
+        (move,) = it.take(SeatRequested)
+        assert (move.workload, move.candidates) == (workload, ("large",))
+        it.event(
+            SeatRefused(
+                tenant="default", workload=move.workload, incarnation=move.incarnation, attempt=move.attempt,
+                code="no-candidate", message="lost", refusals={"large": "gone"},
+            )
+        )  # fmt: skip
+    (move,) = it.take(SeatRequested)
+    assert (move.workload, move.candidates) == (sampler("tiny"), ("small", "large"))
+
+
 def test_W1_a_large_waiter_at_the_head_does_not_stop_a_small_one() -> None:
     it = Desk(limit=2)
     it.node(node("n1", gib=80, devices=1))
