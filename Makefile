@@ -101,8 +101,9 @@ fmt: setup  ## format, and mend what ruff can mend
 bench: setup  ## seat grants a second, machine-readable
 	$(BIN)/openrl bench seats --json $(ARGS)
 
-manifests: setup  ## write every setting with its default into deploy/base/settings
+manifests: setup  ## write every setting with its default into deploy/base/settings, dashboards into deploy/observability
 	$(BIN)/python scripts/settings_manifest.py
+	$(BIN)/python scripts/dashboards.py
 
 rules: setup  ## rule -> the tests that name it
 	$(BIN)/python scripts/rules.py

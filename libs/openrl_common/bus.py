@@ -35,7 +35,7 @@ from openrl_common.consumer import DurableConsumer
 from openrl_common.errors import Conflict, OpenRLError, Rejected, Transient, Unreachable
 from openrl_common.events import Event
 from openrl_common.pull import JETSTREAM_FAULTS, NETWORK_ERRORS, Lost, Puller, heed_cancellation
-from openrl_common.settlement import Delivery, Handler, delivery_of
+from openrl_common.settlement import Delivery, Handler, Outcome, delivery_of
 from openrl_common.store import Store
 from openrl_common.telemetry import inject_context
 from openrl_common.wire import PayloadRef
@@ -72,6 +72,9 @@ class StoredMessage:
 
 class Bus:
     """A connection with the habits above. Make it with ``connect``, end it with ``close``."""
+
+    on_settled: Callable[[str, Outcome, float, int], None] = staticmethod(lambda *_: None)
+    """Told of each settled delivery: durable, outcome, seconds since it was stored, how many are behind it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from openrl_common import settings, telemetry
 from openrl_common.bus import Bus
+from openrl_common.bus_metrics import export_bus
 from openrl_common.errors import Bug, OpenRLError, Unreachable
 from openrl_common.health import Check, HealthServer, Heartbeat, check
 
@@ -95,6 +96,7 @@ async def _serve(service: str, config: ServiceSettings, body: Body) -> int:
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stopping.set)
     registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
     heartbeat = Heartbeat("event loop", limit_s=_LOOP_STUCK_S)
     checks: dict[str, Check] = {"draining": check(lambda: not stopping.is_set(), "the service is stopping")}
     health = HealthServer(
@@ -109,6 +111,7 @@ async def _serve(service: str, config: ServiceSettings, body: Body) -> int:
             connecting.cancel()
             return 0
         bus = connecting.result()
+        export_bus(bus, registry)
         checks["bus"] = check(lambda: bus.connected, "not connected to NATS")
         context = ServiceContext(bus, stopping, registry, checks, health_port=port)
         log.info("service started health_port=%d nats_url=%s", port, config.nats_url)

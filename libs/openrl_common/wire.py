@@ -146,7 +146,8 @@ class SamplingParams(Wire, frozen=True, kw_only=True, forbid_unknown_fields=True
     """How to sample (V10). ``temperature`` 0 = greedy. ``seed`` None = not reproducible.
 
     ``top_k`` 0 and ``top_p`` 1.0 and ``min_p`` 0.0 switch the filters off. Returned logprobs are of the model's
-    distribution after the temperature and before the filters.
+    distribution after the temperature and before the filters. ``prompt_logprobs`` and ``prompt_top_logprobs`` (how many
+    of the likeliest tokens at each place, 0 = none) are of the prompt and always of temperature 1.
     """
 
     n: int = 1
@@ -159,6 +160,14 @@ class SamplingParams(Wire, frozen=True, kw_only=True, forbid_unknown_fields=True
     stop: list[str] = []
     stop_token_ids: list[int] = []
     prompt_logprobs: bool = False
+    prompt_top_logprobs: int = 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.prompt_logprobs or self.prompt_top_logprobs > 0
+
+
+TokenLogprob = tuple[int, float]
 
 
 class SampleRequest(Wire, frozen=True, kw_only=True):
@@ -226,11 +235,13 @@ class Sequence(Wire, frozen=True, kw_only=True):
 
 
 class SampleResult(Wire, frozen=True, kw_only=True):
-    """``sequences[p][i]``: completion i of prompt p. ``prompt_logprobs[p]`` aligned with the prompt when asked for."""
+    """``sequences[p][i]``: completion i of prompt p. ``prompt_logprobs[p]`` aligned with the prompt when asked for, so
+    are ``prompt_top_logprobs[p]``: the likeliest tokens at each place, likeliest first (none at the first place)."""
 
     request: str
     sequences: list[list[Sequence]] = []
     prompt_logprobs: list[list[float]] | None = None
+    prompt_top_logprobs: list[list[list[TokenLogprob]]] | None = None
     error: ErrorInfo | None = None
     seconds: float = 0.0
 

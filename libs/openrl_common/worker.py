@@ -26,6 +26,7 @@ from openrl_common.bus import Bus
 from openrl_common.errors import Conflict, Rejected, Transient
 from openrl_common.health import check
 from openrl_common.liveness import LEASE_S, RENEW_S
+from openrl_common.phase_metrics import PhaseMetrics
 from openrl_common.records import LeaseRecord, LeaseState, Phase, ReadyRecord, WorkloadRecord
 from openrl_common.service import SERVICE_SETTINGS, ServiceContext, ServiceSettings, run
 from openrl_common.store import Store
@@ -203,6 +204,7 @@ async def _work(context: ServiceContext, config: WorkerSettings, main: WorkerMai
     worker.phases.append(
         Phase(name="start", started_at=process_started, seconds=max(0.0, time.time() - process_started))
     )
+    context.registry.register(PhaseMetrics(worker.phases))
     revision = await _go_live(worker, wait_s=config.start_gate_wait_s)
     if revision is None:
         return

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+from opentelemetry.trace import INVALID_SPAN, Span
 from prometheus_client import CollectorRegistry
 
 import openrl_common.bus
@@ -604,8 +605,8 @@ class World:
 class _NoTracer:
     """Spans cost a tenth of a run and nobody reads them here."""
 
-    def start_as_current_span(self, *_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def start_as_current_span(self, *_: Any, **__: Any) -> contextlib.AbstractContextManager[Span]:
+        return contextlib.nullcontext(INVALID_SPAN)
 
 
 class _NoMetric:

@@ -27,7 +27,15 @@ import psutil
 
 from openrl_client.bench.control_plane import ControlPlane, device_class, missing_assets
 from openrl_client.bench.figures import machine_busy_s
-from openrl_client.bench.kube_figures import Cpu, KubeReport, Part, requests_by_kind, requests_sent, settled_requests
+from openrl_client.bench.kube_figures import (
+    Cpu,
+    KubeReport,
+    Part,
+    Writes,
+    requests_by_kind,
+    requests_sent,
+    settled_requests,
+)
 from openrl_client.bench.kube_load import PlayedProcesses, Pods, connected, make_nodes
 from openrl_client.bench.machine import StorePlace, describe, store_place
 from openrl_client.bench.plain_pods import Body, plain_pods
@@ -167,7 +175,8 @@ async def _baseline(setting: _Setting) -> Part:
     plane, count = setting.plane, setting.plan.num_workers
     pods = Pods(setting.api, "default")
     following = asyncio.create_task(pods.follow())
-    cpu = Cpu(plane.pids)
+    writes = await asyncio.to_thread(Writes, plane)
+    cpu = Cpu({**plane.pids, "bench": os.getpid()})
     setting.say(f"baseline: {count} plain pods, {setting.plan.plain}")
     try:
         async with _told(setting.say, "baseline", pods, count):
@@ -178,7 +187,7 @@ async def _baseline(setting: _Setting) -> Part:
                     device_class=DRIVER, shared_volume=_SHARED, body=setting.plan.plain,
                 ),
             )  # fmt: skip
-        part = Part(count, seconds, seconds, cpu.ms_each(count))
+        part = Part(count, seconds, seconds, cpu.ms_each(count), await asyncio.to_thread(writes.each, count))
         setting.say(f"baseline: {count / seconds:.1f} plain pods/s; deleting them")
         await asyncio.to_thread(plane.kubectl, "delete", "pods", "-n", "default", "--all", "--wait=false")
         await _beside(following, pods.until_gone())
@@ -262,6 +271,7 @@ async def _openrl(setting: _Setting, place: StorePlace, baseline: Part) -> KubeR
         ready_per_s=round(count / (founders.ready_s + joiners.ready_s), 1),
         api_requests_per_worker=round(sent / count, 2),
         api_requests=by_kind,
+        api_writes_per_worker={"plain": baseline.writes, "founders": founders.writes, "joiners": joiners.writes},
         launcher_rss_bytes=rss,
         baseline_pods_per_s=round(baseline_per_s, 1),
         ratio=round(placed_per_s / baseline_per_s, 2),
@@ -290,10 +300,12 @@ async def _waves(setting: _Setting, system: LocalSystem, bus: Bus) -> tuple[list
         busy_s, began = machine_busy_s(), time.monotonic()
         for name, first in (("founders", 0), ("joiners", half)):
             setting.say(f"{name}: {half * 2} workers")
+            writes = await asyncio.to_thread(Writes, setting.plane)
             cpu = Cpu({**setting.plane.pids, **system.pids, "bench": os.getpid()})
             async with _told(setting.say, name, pods, half * 2):
                 placed_s, ready_s = await _wave(bus, model, pods, processes, background, first, half)
-            parts.append(Part(half * 2, placed_s, ready_s, cpu.ms_each(half * 2)))
+            cpu_ms = cpu.ms_each(half * 2)
+            parts.append(Part(half * 2, placed_s, ready_s, cpu_ms, await asyncio.to_thread(writes.each, half * 2)))
             setting.say(f"{name}: {half * 2 / placed_s:.1f} pods/s")
         own_s = sum(sum(part.cpu_ms.values()) * part.count for part in parts) / 1000
         other_cores = max(0.0, machine_busy_s() - busy_s - own_s) / (time.monotonic() - began)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import urllib.request
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
+from openrl_client.bench.control_plane import ControlPlane
 from openrl_client.bench.figures import cpu_seconds
 from openrl_client.bench.machine import Machine, StorePlace
 from openrl_client.bench.plain_pods import Body
@@ -16,6 +19,9 @@ from openrl_client.errors import TimedOut
 
 _SETTLE_S = 10.0
 _SENT = "openrl_launcher_api_requests "
+_WRITES = ("POST", "PUT", "PATCH", "APPLY", "DELETE")
+_NO_PODS = ("leases", "tokenreviews", "subjectaccessreviews")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class KubeReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +35,7 @@ class KubeReport(msgspec.Struct, frozen=True, kw_only=True):
         api_requests_per_worker: the launcher's, mirror writes included, each watch counted once.
         baseline_pods_per_s: plain pods (``plain``: bare or full), created → running, at most ``plain_waiting_max`` made
             that do not run yet (0 = no bound). ``ratio``: placed_per_s over it.
+        api_writes_per_worker: by part, what anybody (scheduler, controllers, kubelets too) wrote to the API server.
         cpu_ms_per_worker: by part (plain, founders, joiners, and afterwards until the mirror has written all, what idle
             programs take included) and process; ``cpu_ratio``: plain over both halves' mean,
             all processes together. It holds on a machine that others keep busy, where rates do not.
@@ -46,6 +53,7 @@ class KubeReport(msgspec.Struct, frozen=True, kw_only=True):
     ready_per_s: float
     api_requests_per_worker: float
     api_requests: dict[str, int]
+    api_writes_per_worker: dict[str, dict[str, float]]
     launcher_rss_bytes: int
     baseline_pods_per_s: float
     ratio: float
@@ -58,12 +66,13 @@ class KubeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Part:
-    """How ``count`` pods came: seconds until they ran and until they were ready, CPU milliseconds each by process."""
+    """How ``count`` pods came: seconds until they ran and until they were ready; each one's CPU time and API writes."""
 
     count: int
     placed_s: float
     ready_s: float
     cpu_ms: dict[str, float]
+    writes: dict[str, float]
 
 
 class Cpu:
@@ -79,6 +88,30 @@ class Cpu:
     def ms_each(self, count: int) -> dict[str, float]:
         now = self._now()
         return {name: round((now[name] - before) * 1000 / count, 2) for name, before in self._before.items()}
+
+
+class Writes:
+    """Writes to the API server since it was made, by verb and resource."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+        self._before = self._now()
+
+    def _now(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for line in self._plane.kubectl("get", "--raw", "/metrics").splitlines():
+            if not line.startswith("apiserver_request_total{"):
+                continue
+            labels = dict(_LABEL.findall(line))
+            if labels["verb"] in _WRITES and labels["resource"] not in _NO_PODS:
+                what = "/".join(filter(None, (labels["resource"], labels["subresource"])))
+                found[f"{labels['verb']} {what}"] += int(float(line.rsplit(" ", 1)[1]))
+        return found
+
+    def each(self, count: int) -> dict[str, float]:
+        """Those that come to a tenth of one or more."""
+        new = self._now() - self._before
+        return {name: round(number / count, 2) for name, number in sorted(new.items()) if number >= count / 10}
 
 
 async def settled_requests(port: int) -> int:

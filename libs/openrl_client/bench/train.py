@@ -1,4 +1,4 @@
-"""``openrl bench train``: what the token budget gives (R2), and ways to take log-probabilities (R3).
+"""``openrl bench train``: what the token budget gives (R2), ways to take log-probabilities (R3), several devices (R14).
 
 Each measurement is a process of its own (``openrl_trainer/step_timings.py``), so that peaks of memory do not add up.
 """
@@ -34,6 +34,17 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     skipped: str = ""
 
 
+class Devices(msgspec.Struct, frozen=True, kw_only=True):
+    """The same sequences by the budget on ``devices`` processes and on one, each of ``threads``; ``ratio`` of both."""
+
+    kind: str
+    devices: int
+    threads: int
+    one_device_tokens_per_s: float
+    tokens_per_s: float
+    ratio: float
+
+
 class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
     """64 sequences of 8 to 64 tokens, forward and backward; ``ratio`` of the two rates. Peaks are over the resident."""
 
@@ -45,12 +56,13 @@ class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
     token_budget: int
     threads: int
     logprobs: list[Way]
+    several_devices: list[Devices]
     load_average: tuple[float, float]
     machine: Machine
 
 
-def measure(model: Path | None, *, threads: int, progress: Progress) -> TrainReport:
-    """Measure on ``model``, or the demo's tiny one.
+def measure(model: Path | None, *, threads: int, devices: int, progress: Progress) -> TrainReport:
+    """Measure on ``model``, or the demo's tiny one; on several devices too where ``devices`` is more than one.
 
     Raises:
         Rejected: a measurement of the trainer itself failed.
@@ -66,6 +78,8 @@ def measure(model: Path | None, *, threads: int, progress: Progress) -> TrainRep
         progress(f"one by one: {one['tokens_per_s']:.0f} tokens/s")
         budget = _figures(_checked(_step("budget", str(model), threads)))
         progress(f"by the budget: {budget['tokens_per_s']:.0f} tokens/s")
+        kinds = ("fft", "lora") if devices > 1 else ()
+        several_devices = [_several(kind, model, threads, devices, progress) for kind in kinds]
     return TrainReport(
         one_by_one_tokens_per_s=round(one["tokens_per_s"], 1),
         budget_tokens_per_s=round(budget["tokens_per_s"], 1),
@@ -75,8 +89,25 @@ def measure(model: Path | None, *, threads: int, progress: Progress) -> TrainRep
         token_budget=int(budget["token_budget"]),
         threads=threads,
         logprobs=[_way(way, threads, progress) for way in WAYS],
+        several_devices=several_devices,
         load_average=(round(load_before, 2), round(os.getloadavg()[0], 2)),
         machine=describe(),
+    )
+
+
+def _several(kind: str, model: Path, threads: int, devices: int, progress: Progress) -> Devices:
+    each = max(1, threads // devices)
+    one, several = (
+        _figures(_checked(_step(kind, str(model), each, str(count))))["tokens_per_s"] for count in (1, devices)
+    )
+    progress(f"{kind} on {devices} devices: {several:.0f} tokens/s, on one: {one:.0f}")
+    return Devices(
+        kind=kind,
+        devices=devices,
+        threads=each,
+        one_device_tokens_per_s=round(one, 1),
+        tokens_per_s=round(several, 1),
+        ratio=round(several / one, 2),
     )
 
 
@@ -98,8 +129,8 @@ def _way(way: str, threads: int, progress: Progress) -> Way:
     )
 
 
-def _step(what: str, argument: str, threads: int) -> subprocess.CompletedProcess[str]:
-    return _run("openrl_trainer.step_timings", what, argument, str(threads), threads=threads)
+def _step(what: str, argument: str, threads: int, *more: str) -> subprocess.CompletedProcess[str]:
+    return _run("openrl_trainer.step_timings", what, argument, str(threads), *more, threads=threads)
 
 
 def _run(module: str, *arguments: str, threads: int = 1) -> subprocess.CompletedProcess[str]:

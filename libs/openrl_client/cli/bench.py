@@ -238,12 +238,19 @@ def sampler(
 @bench.command()
 @click.option("--model", type=Directory(), default=None, help="A Hugging Face model directory. Default: the demo's.")
 @click.option("--threads", type=WholeNumber(1), default="2", show_default=True, help="Threads of torch.")
+@click.option(
+    "--devices",
+    type=WholeNumber(1),
+    default="1",
+    show_default=True,
+    help="More: also a process for each, sharing the threads.",
+)
 @JSON
-def train(as_json: bool, model: Path | None, threads: int) -> None:
+def train(as_json: bool, **parameters: Any) -> None:
     """A trainer's passes one sequence at a time and by the token budget; ways to take log-probabilities."""
     from openrl_client.bench.train import measure
 
-    _show(measure(model, threads=threads, progress=_progress), as_json)
+    _show(measure(**parameters, progress=_progress), as_json)
 
 
 def _progress(line: str) -> None:

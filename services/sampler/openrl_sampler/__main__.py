@@ -56,6 +56,13 @@ SAMPLER_SETTINGS = (
         help="Device memory kept free for a weight update; 0 = by the formula of its method.",
     ),
     settings.setting(
+        "--running-at-update",
+        type=click.Choice(["keep", "abort"]),
+        default="keep",
+        help="What becomes of generation that runs when new full weights come: keep = it goes on with them,"
+        " abort = it is answered `superseded`. LoRA generation always ends on the adapter it began with.",
+    ),
+    settings.setting(
         "--vllm-memory-share",
         type=click.FloatRange(0.0, 1.0),
         default="0",

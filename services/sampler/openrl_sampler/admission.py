@@ -6,7 +6,6 @@ Not here: whether the job is served (service), whether a version serves (waiting
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from openrl_common.errors import Rejected
@@ -16,6 +15,10 @@ STOP_STRINGS_MAX = 16
 STOP_CHARACTERS_MAX = 256
 STOP_TOKENS_MAX = 128
 SEED_MAX = 2**63
+TEMPERATURE_LEAST, TEMPERATURE_MOST = 1e-4, 1e4
+"""Logits over a smaller one leave what float32 holds; over a larger one all tokens are equal."""
+PROMPT_TOP_MAX = 20
+"""What vLLM takes unless it is told otherwise; at 20, an answer is 500 bytes for every token of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +66,21 @@ def _check_prompt(index: int, prompt: list[int], max_tokens: int, limits: Limits
 
 def check_params(params: SamplingParams, vocabulary_size: int) -> None:
     """Raise Rejected (``bad-params``) for a value outside its range. ``max_tokens`` 0 only scores the prompt."""
-    least = 0 if params.prompt_logprobs else 1
+    least = 0 if params.scores_prompt else 1
     if params.n < 1:
         raise _bad(f"n={params.n}: use 1 or more")
     if params.max_tokens < least:
         raise _bad(f"max_tokens={params.max_tokens}: use {least} or more")
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise _bad(f"temperature={params.temperature}: use 0 (greedy) or a positive number")
+    if params.temperature != 0 and not TEMPERATURE_LEAST <= params.temperature <= TEMPERATURE_MOST:
+        raise _bad(f"temperature={params.temperature}: use 0 (greedy) or {TEMPERATURE_LEAST:g} to {TEMPERATURE_MOST:g}")
     if not 0 < params.top_p <= 1:
         raise _bad(f"top_p={params.top_p}: use more than 0, at most 1 (1 switches it off)")
     if params.top_k < 0:
         raise _bad(f"top_k={params.top_k}: use 0 (off) or more")
     if not 0 <= params.min_p <= 1:
         raise _bad(f"min_p={params.min_p}: use 0 (off) to 1")
+    if not 0 <= params.prompt_top_logprobs <= (most := min(PROMPT_TOP_MAX, vocabulary_size)):
+        raise _bad(f"prompt_top_logprobs={params.prompt_top_logprobs}: use 0 (off) to {most}")
     if params.seed is not None and not 0 <= params.seed < SEED_MAX:
         raise _bad(f"seed={params.seed}: use 0 to {SEED_MAX - 1}")
     if len(params.stop) > STOP_STRINGS_MAX or len(params.stop_token_ids) > STOP_TOKENS_MAX:

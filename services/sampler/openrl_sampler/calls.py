@@ -13,7 +13,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from openrl_common.records import JobKind
-from openrl_common.wire import ErrorInfo, Sequence
+from openrl_common.wire import ErrorInfo, Sequence, TokenLogprob
 from openrl_sampler.adapter_shelf import Adapter, AdapterShelf
 from openrl_sampler.engine import GenerateCall, Generated
 from openrl_sampler.stopping import StopRule
@@ -22,7 +22,8 @@ from openrl_sampler.weights_layers import Resident
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call in the engine. ``adapter``: name of the adapter it runs on, empty for the resident weights."""
+    """A call in the engine. ``adapter``: name of the adapter it runs on, empty for the resident weights. ``scores`` and
+    ``tops``: of each prompt, None unless it is scored."""
 
     call: GenerateCall
     adapter: str
@@ -30,6 +31,7 @@ class Call:
     stop: StopRule
     results: list[list[Sequence | None]]
     scores: list[list[float]] | None
+    tops: list[list[list[TokenLogprob]]] | None
     open_rows: int
     error: ErrorInfo | None = None
 
@@ -67,8 +69,12 @@ class Row:
 class Calls:
     """Base of the engines: calls in hand, the version of each job, the adapters that are loaded."""
 
-    def __init__(self, kind: JobKind, max_adapters: int) -> None:
+    def __init__(self, kind: JobKind, max_adapters: int, *, keeps_running: bool) -> None:
+        """``keeps_running``: a full update goes on under running calls; else it ends them (V5)."""
         self._kind = kind
+        self.weights_formats = "lora" if kind is JobKind.LORA else "full,delta"
+        self._keeps_running = keeps_running
+        self._superseded = False
         self._calls: dict[str, Call] = {}
         self._full = Resident(None, {})
         self._shelf = AdapterShelf(max_adapters)
@@ -100,7 +106,8 @@ class Calls:
             version=version,
             stop=stop,
             results=[[None] * params.n for _ in call.prompts],
-            scores=[list(no_score) for _ in call.prompts] if params.prompt_logprobs else None,
+            scores=[list(no_score) for _ in call.prompts] if params.scores_prompt else None,
+            tops=[[[]] for _ in call.prompts] if params.scores_prompt else None,
             open_rows=call.num_sequences,
         )
         self._calls[call.request] = owner
@@ -114,6 +121,7 @@ class Calls:
 
     def _collect(self) -> list[Generated]:
         """The answers of the calls that ended in this step."""
+        self._superseded = False
         ended = [owner for owner in self._calls.values() if owner.open_rows == 0 or owner.error]
         if not ended:
             return []
@@ -143,7 +151,17 @@ class Calls:
 
     def pinned(self, job: str) -> bool:
         full = self._kind is JobKind.FFT
-        return full and any(owner.call.exact is not None for owner in self._calls.values())
+        return full and self._keeps_running and any(owner.call.exact is not None for owner in self._calls.values())
+
+    def _supersede(self, version: int) -> None:
+        """Before a full update is written: unless running calls are kept, they end at the next step."""
+        if self._keeps_running:
+            return
+        for owner in self._calls.values():
+            owner.error = ErrorInfo(
+                code="superseded", message=f"weights version {version} of {owner.call.job} came while it was generated"
+            )
+            self._superseded = True
 
     # --- adapters ------------------------------------------------------------------------------------------------
 
@@ -183,4 +201,10 @@ def _generated(owner: Call) -> Generated:
     if owner.error is not None:
         return Generated(request=owner.call.request, sequences=[], error=owner.error)
     sequences = [[sequence for sequence in group if sequence is not None] for group in owner.results]
-    return Generated(request=owner.call.request, sequences=sequences, prompt_logprobs=owner.scores)
+    params = owner.call.params
+    return Generated(
+        request=owner.call.request,
+        sequences=sequences,
+        prompt_logprobs=owner.scores if params.prompt_logprobs else None,
+        prompt_top_logprobs=owner.tops if params.prompt_top_logprobs else None,
+    )

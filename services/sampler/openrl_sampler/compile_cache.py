@@ -4,12 +4,13 @@
     local    <local>/<key>/                   where the engine reads and writes; the same path for one key on every
                                               node, because compiled artifacts name their own path
              <local>/<key>/COMPLETE           written last: which files there were, and how long
-             <local>/<key>.lock               held (flock) while an engine starts
+             <local>/<key>.lock               held (flock) while an engine starts: alone while there is nothing complete
 
 Invariants:
 - the key covers model, device and engine configuration, so a wrong artifact can never be found;
 - who starts holds the lock, so of two that start at once one compiles and the other finds it done; a killed process
   gives the lock back by dying, and what it left is without its mark, so it is thrown away;
+- warm starts share the lock: they run side by side, and nobody throws away what they read;
 - what came from the shared directory is used only if its digest is the one in its name; several nodes never compile
   into one directory: each fills its own and the first one writes back.
 
@@ -57,8 +58,11 @@ class CompileCache:
         """
         self._local.mkdir(parents=True, exist_ok=True)
         with (self._local / f"{self._key}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            state = self._prepare()
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            state = "warm"
+            if not self._is_complete():
+                fcntl.flock(lock, fcntl.LOCK_EX)  # gives the shared one back first: somebody may have compiled meanwhile
+                state = self._prepare()
             yield state
             if state == "cold":
                 self._complete()

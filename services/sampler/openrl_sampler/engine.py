@@ -25,7 +25,7 @@ from openrl_common.parking import Left
 from openrl_common.prefetch import Prefetch
 from openrl_common.records import WeightsRecord
 from openrl_common.weights import WeightsManifest
-from openrl_common.wire import ErrorInfo, SamplingParams, Sequence
+from openrl_common.wire import ErrorInfo, SamplingParams, Sequence, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +54,12 @@ class GenerateCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """A call that ended: ``sequences[prompt][sample]``, or ``error``. ``prompt_logprobs`` when they were asked for."""
+    """A call that ended: ``sequences[prompt][sample]``, or ``error``. ``prompt_…``: what was asked for of it."""
 
     request: str
     sequences: list[list[Sequence]]
     prompt_logprobs: list[list[float]] | None = None
+    prompt_top_logprobs: list[list[list[TokenLogprob]]] | None = None
     error: ErrorInfo | None = None
 
 
@@ -78,12 +79,14 @@ class Applied:
 class Engine(Protocol):
     """See the module docstring.
 
+    ``weights_formats``: what trainers may publish for it: ``full,delta``, ``full`` or ``lora``.
     ``load_parts``: seconds of what ``load`` did besides reading (``compile``), for the ready record (V3).
     ``can_park``: whether the device can be left and entered again (T5); False: nobody may be seated beside it (P7).
     Between ``park`` and ``resume_cache`` calls may be checked, versions asked for, nothing else.
     """
 
     name: str
+    weights_formats: str
     can_park: bool
     load_parts: dict[str, float]
     max_model_len: int

@@ -105,24 +105,27 @@ class EngineLoop:
             return False
         try:
             async with self._context.turn():
-                if not stopping:
-                    await self._weights.apply_due()
-                    await self._start_waiting()
-                if self._engine.num_sequences:
-                    await self._generate()
+                await self._touch(stopping)
         except TurnStopped as stopped:
             self._requests.give_back(str(stopped))
         return True
 
-    async def _generate(self) -> None:
-        for key in self._requests.take_unwanted():
-            await self._in_thread(lambda key=key: self._engine.abort(key))  # type: ignore[misc]
+    async def _touch(self, stopping: bool) -> None:
+        """Updates, starts, steps: all that touches the engine."""
         try:
-            ended = await self._in_thread(self._burst)
+            if not stopping:
+                await self._weights.apply_due()
+                await self._start_waiting()
+            if self._engine.num_sequences:
+                await self._generate()
         except Exception as error:  # whatever an engine raises: what it had in hand is lost with it
             await self._requests.engine_failed(f"the engine broke: {type(error).__name__}: {error}")
             raise
-        for generated in ended:
+
+    async def _generate(self) -> None:
+        for key in self._requests.take_unwanted():
+            await self._in_thread(lambda key=key: self._engine.abort(key))  # type: ignore[misc]
+        for generated in await self._in_thread(self._burst):
             self._finish(generated)
 
     def _burst(self) -> list[Generated]:
@@ -187,6 +190,7 @@ class EngineLoop:
                 request=in_hand.waiter.request.request,
                 sequences=generated.sequences,
                 prompt_logprobs=generated.prompt_logprobs,
+                prompt_top_logprobs=generated.prompt_top_logprobs,
                 error=generated.error,
                 seconds=time.monotonic() - in_hand.started,
             ),

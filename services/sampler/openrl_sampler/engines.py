@@ -35,6 +35,7 @@ class EngineSettings:
     update_method: str
     update_chunk_bytes: int
     update_headroom_gib: float
+    running_at_update: str
     vllm_memory_share: float
     vllm_capture_sizes: str
     vllm_compile: str
@@ -152,6 +153,7 @@ def _vllm_options(workload: WorkloadRecord, settings: EngineSettings) -> VllmOpt
         update_method=settings.update_method,
         chunk_bytes=settings.update_chunk_bytes,
         headroom_bytes=int(settings.update_headroom_gib * GIB),
+        keeps_running=settings.running_at_update == "keep",
         memory_share=settings.vllm_memory_share,
         capture_sizes=settings.vllm_capture_sizes,
         compile={"auto": None, "on": True, "off": False}[settings.vllm_compile],
@@ -174,5 +176,7 @@ def _make_torch(workload: WorkloadRecord, settings: EngineSettings) -> Engine:
             prefill_tokens=settings.prefill_tokens,
             max_adapters=settings.max_adapters,
             chunk_bytes=settings.update_chunk_bytes,
+            headroom_bytes=int(settings.update_headroom_gib * GIB),
+            keeps_running=settings.running_at_update == "keep",
         )
     )

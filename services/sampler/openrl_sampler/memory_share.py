@@ -18,7 +18,6 @@ ENGINE_BYTES = GIB // 2
 ENGINE_BYTES_PER_PARAMETER = 0.125
 STAGING_FACTOR = 2.5
 STAGING_BYTES = 1 * GIB
-METHODS = ("streamed", "reload")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +34,8 @@ class ModelSizes:
 def update_bytes(method: str, sizes: ModelSizes, *, chunk_bytes: int, headroom_bytes: int = 0) -> int:
     """Device memory that an update takes beside the resident weights (V6).
 
-    ``streamed``: the chunk, or the largest tensor where that is smaller. ``reload`` stages dense tensors: 2.5 × the
-    largest + 1 GiB. ``headroom_bytes`` above 0 replaces the formula.
+    ``streamed``: the chunk, or the largest tensor where that is smaller. ``reload`` and ``patch`` stage dense tensors:
+    2.5 × the largest + 1 GiB. ``headroom_bytes`` above 0 replaces the formula.
     """
     if headroom_bytes:
         return headroom_bytes

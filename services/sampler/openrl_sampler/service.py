@@ -22,7 +22,7 @@ from typing import TypeVar
 from openrl_common.names import sample_subject
 from openrl_common.prefetch import Prefetch, PrefetchMode
 from openrl_common.prefetch_phase import prefetching
-from openrl_common.records import JobKind, Phase
+from openrl_common.records import Phase
 from openrl_common.service import until_stopped
 from openrl_common.turns import Moved
 from openrl_common.weights import WEIGHTS_FORMATS
@@ -57,6 +57,7 @@ class SamplerSettings(WorkerSettings):
     max_adapters: int
     adapter_slots: int
     update_headroom_gib: float
+    running_at_update: str
     vllm_memory_share: float
     vllm_capture_sizes: str
     vllm_compile: str
@@ -124,7 +125,7 @@ class Sampler:
                 "engine": self._engine.name,
                 "can_park": str(self._engine.can_park).lower(),
                 "max_model_len": str(self._engine.max_model_len),
-                WEIGHTS_FORMATS: "full,delta" if context.workload.kind is JobKind.FFT else "lora",
+                WEIGHTS_FORMATS: self._engine.weights_formats,
             }
         )
 
@@ -161,6 +162,7 @@ class Sampler:
             update_method=self._context.workload.update_method,
             update_chunk_bytes=self._context.workload.update_chunk_bytes,
             update_headroom_gib=self._config.update_headroom_gib,
+            running_at_update=self._config.running_at_update,
             vllm_memory_share=self._config.vllm_memory_share,
             vllm_capture_sizes=self._config.vllm_capture_sizes,
             vllm_compile=self._config.vllm_compile,

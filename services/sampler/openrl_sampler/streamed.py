@@ -170,7 +170,7 @@ def write(plan: Plan, layers: Iterable[Layer], *, chunk_bytes: int, look: Look) 
 def _write_whole(plan: Plan, layer: Layer, buffer: _Buffer, look: Look) -> int:
     directory = Path(layer.directory)
     headers = {file: read_header(directory / file) for file in set(layer.files.values())}
-    with _opened(directory, headers) as files:
+    with opened(directory, headers) as files:
         for copy in plan.copies:
             file = layer.files[copy.name]
             _write_copy(copy, Source(files[file], headers[file][copy.name]), buffer, look)
@@ -185,7 +185,7 @@ def _write_delta(plan: Plan, layer: Layer, buffer: _Buffer, look: Look) -> int:
     copies: dict[str, list[Copy]] = {}
     for copy in plan.copies:
         copies.setdefault(copy.name, []).append(copy)
-    with _opened(directory, [DELTA_FILE]) as files:
+    with opened(directory, [DELTA_FILE]) as files:
         for name in changed_names(header):
             for copy in copies.get(name, ()):
                 if name in header:
@@ -198,7 +198,7 @@ def _write_delta(plan: Plan, layer: Layer, buffer: _Buffer, look: Look) -> int:
 
 
 @contextmanager
-def _opened(directory: Path, names: Iterable[str]) -> Iterator[dict[str, int]]:
+def opened(directory: Path, names: Iterable[str]) -> Iterator[dict[str, int]]:
     """Raises OSError."""
     with ExitStack() as stack:
         files: dict[str, int] = {}
@@ -225,9 +225,9 @@ def _scatter(copy: Copy, index: Source, value: Source, buffer: _Buffer, look: Lo
     most = max(1, buffer.limit(target) // _SCATTER_BYTES)
     for first in range(0, index.header.num_elements, most):
         count = min(most, index.header.num_elements - first)
-        positions = _tensor(index, first, count).to(torch.int64)
+        positions = read_part(index, first, count).to(torch.int64)
         inside, place = _places(positions, copy)
-        values = _tensor(value, first, count)[inside].to(target.dtype)
+        values = read_part(value, first, count)[inside].to(target.dtype)
         flat[place.to(target.device)] = values.to(target.device)
         written += int(place.numel())
         look()
@@ -249,7 +249,8 @@ def _places(positions: Tensor, copy: Copy) -> tuple[Tensor, Tensor]:
     return inside, place[inside]
 
 
-def _tensor(source: Source, first: int, count: int) -> Tensor:
+def read_part(source: Source, first: int, count: int) -> Tensor:
+    """``count`` elements from the ``first`` one on, flat, on the host. Raises OSError."""
     dtype = DTYPES[source.header.dtype]
     found = torch.empty(count, dtype=dtype)
     _read(source, source.header.begin + first * dtype.itemsize, found.data_ptr(), count * dtype.itemsize)

@@ -64,20 +64,45 @@ class Forward:
 
 
 class Prefilled:
-    """What prefill leaves: the block, and per prompt the logits after its last token."""
+    """What prefill leaves: the block, per prompt the logits after its last token, and scores when somebody asked."""
 
-    def __init__(self, cache: Any, mask: Tensor, logits: Tensor, scores: Tensor | None) -> None:
+    def __init__(self, cache: Any, mask: Tensor, logits: Tensor, scores: Scores | None) -> None:
         self.cache = cache
         self.mask = mask
         self.logits = logits
         self.scores = scores
-        """Logprobs of the prompt tokens (B, L) left-padded, entry 0 of a prompt is 0; None when nobody asked."""
+
+
+class Scores:
+    """Of B prompts, left-padded to L: ``logprobs`` of their tokens (B, L), entry 0 of a prompt is 0; the ``top``
+    likeliest tokens at each place and their logprobs (B, L, top), likeliest first."""
+
+    def __init__(self, shape: tuple[int, int], top: int, device: torch.device) -> None:
+        self.top = top
+        self.logprobs = torch.zeros(shape, device=device)
+        self.top_tokens = torch.zeros(*shape, top, dtype=torch.int64, device=device)
+        self.top_logprobs = torch.zeros(*shape, top, device=device)
+
+    def take(self, logits: Tensor, tokens: Tensor, start: int, end: int) -> None:
+        """Logits (B, end - start, V): position j predicts token j + 1; the prompt's last column scores nothing."""
+        last = min(end, tokens.shape[1] - 1)
+        if last <= start:
+            return
+        logprobs = torch.log_softmax(logits[:, : last - start].float(), dim=-1)
+        places = slice(start + 1, last + 1)
+        self.logprobs[:, places] = logprobs.gather(-1, tokens[:, places, None])[..., 0]
+        if self.top:
+            found = logprobs.topk(self.top)
+            self.top_tokens[:, places], self.top_logprobs[:, places] = found.indices, found.values
 
 
 def prefill(
-    forward: Forward, prompts: Sequence[list[int]], device: torch.device, *, budget: int, score: bool
+    forward: Forward, prompts: Sequence[list[int]], device: torch.device, *, budget: int, top: int | None
 ) -> Prefilled:
-    """Run the prompts through the model in column chunks of at most ``budget`` tokens."""
+    """Run the prompts through the model in column chunks of at most ``budget`` tokens.
+
+    ``top``: score them, with so many of the likeliest tokens at each place; None: do not.
+    """
     from transformers import DynamicCache
 
     width = max(len(prompt) for prompt in prompts)
@@ -86,29 +111,21 @@ def prefill(
     mask = torch.arange(width, device=device) >= (width - lengths)[:, None]
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache()
+    score = top is not None
     if score:
         budget = min(budget, SCORED_TOKENS_AT_ONCE)
     chunk = max(1, budget // len(prompts))
-    scores = torch.zeros(len(prompts), width, device=device) if score else None
+    scores = Scores((len(prompts), width), top, device) if top is not None else None
     logits = torch.empty(0)
     for start in range(0, width, chunk):
         end = min(start + chunk, width)
         logits = forward(tokens[:, start:end], positions[:, start:end], mask[:, :end], cache, all_logits=score)
         if scores is not None:
-            _score(scores, logits, tokens, start, end)
+            scores.take(logits, tokens, start, end)
     if scores is not None:
         first = (width - lengths)[:, None]
-        scores.masked_fill_(torch.arange(width, device=device) <= first, 0.0)
+        scores.logprobs.masked_fill_(torch.arange(width, device=device) <= first, 0.0)
     return Prefilled(cache, mask, logits[:, -1], scores)
-
-
-def _score(scores: Tensor, logits: Tensor, tokens: Tensor, start: int, end: int) -> None:
-    """Position j predicts token j + 1; the last column of the prompt predicts the completion and scores nothing."""
-    from openrl_sampler.torch_sampling import token_logprobs
-
-    last = min(end, tokens.shape[1] - 1)
-    if last > start:
-        scores[:, start + 1 : last + 1] = token_logprobs(logits[:, : last - start], tokens[:, start + 1 : last + 1])
 
 
 class Block:

@@ -29,13 +29,14 @@ from openrl_common.weights import WeightsManifest
 from openrl_sampler.adapter_shelf import Adapter
 from openrl_sampler.calls import Call, Calls
 from openrl_sampler.engine import Applied, GenerateCall, Generated
+from openrl_sampler.memory_share import check_room
 from openrl_sampler.streamed import Plan
 from openrl_sampler.torch_adapters import Adapters
 from openrl_sampler.torch_batch import Block, Forward, prefill
 from openrl_sampler.torch_model import ResidentModel, TorchOptions
 from openrl_sampler.torch_rows import Batch, Pending, TorchRow, without_score_only
 from openrl_sampler.torch_sampling import Draws, Settings, choose
-from openrl_sampler.torch_weights import Loaded, Meter, check_manifest, plan_update, write_update
+from openrl_sampler.torch_weights import Loaded, Meter, check_manifest, free_bytes, plan_update, write_update
 from openrl_sampler.weights_layers import Layer, Resident, layers_again, layers_of
 
 
@@ -46,7 +47,7 @@ class TorchEngine(Calls):
     can_park = True
 
     def __init__(self, options: TorchOptions) -> None:
-        super().__init__(options.kind, options.max_adapters)
+        super().__init__(options.kind, options.max_adapters, keeps_running=options.keeps_running)
         self._options = options
         self.load_parts: dict[str, float] = {}
         self.max_model_len = 0
@@ -103,6 +104,8 @@ class TorchEngine(Calls):
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Generated]:
+        if self._superseded:
+            return self._collect()
         with torch.inference_mode():
             # Running sequences first: what is prefilled below has its first token by then and goes on at the next step.
             for batch in list(self._batches.values()):
@@ -176,14 +179,17 @@ class TorchEngine(Calls):
 
     def _prefill(self, adapter: str, group: list[Pending]) -> None:
         self._activate(adapter)
-        score = any(p.owner.scores is not None for p in group)
+        tops = [p.owner.call.params.prompt_top_logprobs for p in group if p.owner.scores is not None]
         prefilled = prefill(
-            self._forward, [p.prompt for p in group], self._device, budget=self._options.prefill_tokens, score=score
+            self._forward,
+            [p.prompt for p in group],
+            self._device,
+            budget=self._options.prefill_tokens,
+            top=min(max(tops), self.vocabulary_size) if tops else None,
         )
         for index, pending in enumerate(group):
-            if pending.owner.scores is not None and prefilled.scores is not None:
-                values = prefilled.scores[index, -len(pending.prompt) :].tolist()
-                pending.owner.scores[pending.prompt_index] = values
+            if prefilled.scores is not None:
+                pending.take_scores(prefilled.scores, index)
         group, kept = without_score_only(group)
         if not group:
             return
@@ -226,6 +232,8 @@ class TorchEngine(Calls):
         layers, shapes = layers_of(record, manifest, directory, self._full)
         planned = self._plan(layers)
         meter.look()
+        self._check_room(planned, manifest)
+        self._supersede(record.version)
         try:
             touched = self._write(planned, layers, meter)
         except Exception as error:
@@ -235,6 +243,12 @@ class TorchEngine(Calls):
             ) from error
         self._full = Resident(record, shapes)
         return Applied(seconds=meter.seconds, peak_extra_bytes=meter.peak_extra_bytes, touched_share=touched)
+
+    def _check_room(self, planned: Plan | Loaded, manifest: WeightsManifest) -> None:
+        """Raises Rejected when what is to be streamed does not fit (V6); what was loaded whole is there already."""
+        if isinstance(planned, Plan):
+            need = self._options.headroom_bytes or min(self._options.chunk_bytes, manifest.largest_tensor_bytes)
+            check_room(need, free_bytes(self._device), "streamed")
 
     def _plan(self, layers: list[Layer]) -> Plan | Loaded:
         return plan_update(self._resident.model, layers)

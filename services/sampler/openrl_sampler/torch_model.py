@@ -38,6 +38,8 @@ class TorchOptions:
     prefill_tokens: int = 8192
     max_adapters: int = 32
     chunk_bytes: int = 256 << 20
+    headroom_bytes: int = 0
+    keeps_running: bool = True
 
 
 class ResidentModel:

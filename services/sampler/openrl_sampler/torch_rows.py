@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from openrl_sampler.calls import Call, Row
-from openrl_sampler.torch_batch import Block
+from openrl_sampler.torch_batch import Block, Scores
 from openrl_sampler.torch_sampling import Draws, Settings
 
 
@@ -32,6 +32,17 @@ class Pending:
     @property
     def final_len(self) -> int:
         return len(self.prompt) + self.owner.call.params.max_tokens
+
+    def take_scores(self, scores: Scores, index: int) -> None:
+        """Those of row ``index`` are its prompt's, if its call asked."""
+        owner, places = self.owner, slice(-len(self.prompt), None)
+        if owner.scores is None or owner.tops is None:
+            return
+        owner.scores[self.prompt_index] = scores.logprobs[index, places].tolist()
+        top = min(owner.call.params.prompt_top_logprobs, scores.top)
+        tokens, values = (found[index, places, :top].tolist() for found in (scores.top_tokens, scores.top_logprobs))
+        pairs = [list(zip(*place, strict=True)) for place in zip(tokens, values, strict=True)]
+        owner.tops[self.prompt_index] = [[], *pairs[1:]]
 
 
 @dataclass(slots=True, eq=False)

@@ -112,8 +112,3 @@ def _filtered(logprobs: Tensor, settings: Settings) -> Tensor:
     keep[:, 0] = True
     kept = torch.where(keep, ordered, -torch.inf)
     return torch.empty_like(kept).scatter_(1, index, kept)
-
-
-def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-probability of ``targets`` (…,) under ``logits`` (…, V), float32."""
-    return torch.log_softmax(logits.float(), dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)

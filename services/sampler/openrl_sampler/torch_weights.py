@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -55,6 +56,14 @@ class Meter:
     def peak_extra_bytes(self) -> int:
         self.look()
         return self._peak - self._before
+
+
+def free_bytes(device: torch.device) -> int:
+    """Device memory that an update may take: free, or held by torch and not in use. On a CPU the host's."""
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def check_manifest(record: WeightsRecord, manifest: WeightsManifest, directory: Path, weights_format: str) -> None:

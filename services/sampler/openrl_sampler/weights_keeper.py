@@ -202,6 +202,9 @@ def apply(engine: Engine, job: str, record: WeightsRecord) -> Applied:
     """Read the announced manifest and hand the version to the engine. Raises Rejected."""
     manifest = read_manifest(record.manifest, record.digest)
     directory = Path(record.manifest).parent
-    if record.format == "lora":
-        return engine.apply_lora(job, record, manifest, directory)
-    return engine.apply_full(job, record, manifest, directory)
+    try:
+        if record.format == "lora":
+            return engine.apply_lora(job, record, manifest, directory)
+        return engine.apply_full(job, record, manifest, directory)
+    except OSError as error:  # a file that went after it was verified; past the first write engines raise no OSError
+        raise Rejected(f"weights {directory} cannot be read: {error}", code="weights-missing") from error

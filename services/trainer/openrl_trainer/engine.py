@@ -49,7 +49,7 @@ from openrl_trainer.losses import check_loss
 from openrl_trainer.memory_model import is_out_of_memory, memory_model
 from openrl_trainer.model import BaseModel
 from openrl_trainer.optimizer import Adam, gradient_norm
-from openrl_trainer.packing import share
+from openrl_trainer.packing import padding_limit, share
 from openrl_trainer.passes import Budget, MemoryShort, Passes
 from openrl_trainer.ranks import Ranks
 from openrl_trainer.shortage import Shortage, leave
@@ -201,6 +201,7 @@ class TrainEngine:
         """
         if request.seq == self._refused_seq:
             raise _OutOfMemory(f"out of memory with {self.token_budget} tokens a pass: {_ADVICE}")
+        halfway = isinstance(request, OptimStep | LoadState)  # they change in place: only the log brings the state back
         while True:
             try:
                 return (yield from self._run(request))
@@ -209,7 +210,7 @@ class TrainEngine:
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                if self._ranks.count > 1:
+                if self._ranks.count > 1 or halfway:
                     self._leave_note(request)
                     raise
                 reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
@@ -222,14 +223,14 @@ class TrainEngine:
             log.warning("out of memory with %d tokens a pass, %d from now on: %s", had, self.token_budget, reason)
 
     def _leave_note(self, request: AnyTrainRequest) -> None:
-        """The group ends here; its next life goes on as one device would (shortage.py)."""
+        """This life ends here; the next one halves the budget or refuses the entry, with its state whole (shortage.py)."""
         refused_seq = 0 if self._halve_budget(request) else request.seq
         shortage = Shortage(halved_to=self.halved_to, refused_seq=refused_seq)
         directory = checkpoint_directory(self._settings.home, self.job.tenant, self.job.job, self.job.incarnation)
         leave(directory, self._ranks.rank, shortage)
 
     def recall(self, shortage: Shortage) -> None:
-        """What earlier lives of this job's ranks were short of."""
+        """What earlier lives of this job were short of."""
         self._adopt(shortage.halved_to)
         self._refused_seq = shortage.refused_seq
 
@@ -238,8 +239,8 @@ class TrainEngine:
         if self.halved_to or not isinstance(request, Forward | ForwardBackward):
             return False
         lengths = [len(datum.tokens) for datum in request.data]
-        count = self._ranks.count
-        shares = [share(lengths, self.token_budget, rank, count)[0] for rank in range(count)]
+        budget, count = self._budget, self._ranks.count
+        shares = [share(lengths, budget.tokens, budget.padding, rank=rank, count=count)[0] for rank in range(count)]
         passes = [indices for batches in shares for indices in batches]
         largest = max(len(indices) * max(lengths[index] for index in indices) for indices in passes)
         halved = max(largest // 2, max(lengths))
@@ -313,7 +314,8 @@ class TrainEngine:
 
     @property
     def _budget(self) -> Budget:
-        return Budget(self.token_budget, self.memory.chunk_tokens(self.token_budget))
+        padding = padding_limit(self.base.device.type, sharded=self.base.sharding is not None)
+        return Budget(self.token_budget, padding, self.memory.chunk_tokens(self.token_budget))
 
     def _forward(self, request: Forward) -> Generator[None, None, TrainResult]:
         self._check(request.data)

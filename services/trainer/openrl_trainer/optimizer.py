@@ -17,7 +17,7 @@ from openrl_common.errors import Rejected
 from openrl_common.wire import AdamParams
 
 _SLICE_ELEMENTS = 64 << 20
-"""Gradients converted to float32 at once: 256 MiB, or one tensor."""
+"""Elements updated at once, or one tensor: what a step holds beside its state is a few times 256 MiB."""
 
 
 def check_adam(adam: AdamParams) -> None:
@@ -37,7 +37,7 @@ def check_adam(adam: AdamParams) -> None:
 
 def gradient_norm(gradients: list[Tensor]) -> float:
     """Global L2 norm, computed in float32; not finite when any gradient is not."""
-    norms = torch._foreach_norm([gradient.float() for gradient in gradients])
+    norms = torch._foreach_norm(gradients, dtype=torch.float32)
     return float(torch.stack([norm.to(norms[0].device) for norm in norms]).norm())
 
 
@@ -103,9 +103,7 @@ class Adam:
         return norm
 
     def _slices(self, names: list[str]) -> list[list[str]]:
-        """All at once; with masters a slice at a time, so that few float32 copies of gradients exist at once."""
-        if not self._masters:
-            return [names]
+        """A few parameters at a time: the update makes copies of all it is given, and float32 ones for masters."""
         slices: list[list[str]] = [[]]
         size = 0
         for name in names:

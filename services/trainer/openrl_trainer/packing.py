@@ -1,5 +1,8 @@
 """Which sequences share a forward pass (R2): micro-batches by length under a token budget.
 
+A pass costs something whatever is in it, and padding costs what tokens cost: a micro-batch ends at the budget, or when
+its padding would cost more than a pass of its own for the shorter ones.
+
 Invariants: every index appears in exactly one micro-batch; rows × longest row of a micro-batch never exceeds the
 budget; the result depends on nothing but the arguments, so that a replay packs the same way (R5). Callers put results
 back in request order by index.
@@ -15,16 +18,27 @@ from openrl_common.errors import Rejected
 
 TOKEN_BUDGET_MAX = 65_536
 TOKEN_BUDGET_MIN = 256
+_PASS_TOKENS = {"cpu": 128, "cuda": 1024}
+"""As many tokens as take about the time of an empty pass: measured on a CPU (the demo's model), estimated for GPUs."""
 
 
-def pack(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Indices of ``lengths`` (tokens per sequence) grouped so that rows × longest ≤ ``token_budget`` (tokens)."""
+def padding_limit(device_type: str, *, sharded: bool) -> int:
+    """The padding tokens of a micro-batch at most. A pass of a sharded model gathers all of it: no limit there."""
+    return TOKEN_BUDGET_MAX if sharded else _PASS_TOKENS.get(device_type, _PASS_TOKENS["cuda"])
+
+
+def pack(lengths: Sequence[int], token_budget: int, padding_max: int = TOKEN_BUDGET_MAX) -> list[list[int]]:
+    """Indices of ``lengths`` (tokens per sequence) grouped so that rows × longest ≤ ``token_budget`` (tokens).
+
+    Padding of a group is at most ``padding_max`` tokens.
+    """
     batches: list[list[int]] = []
-    longest = 0
+    longest = padding = 0
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        if not batches or (len(batches[-1]) + 1) * longest > token_budget:
+        padding += longest - lengths[index]
+        if not batches or (len(batches[-1]) + 1) * longest > token_budget or padding > padding_max:
             batches.append([])
-            longest = lengths[index]
+            longest, padding = lengths[index], 0
         batches[-1].append(index)
     return batches
 
@@ -53,7 +67,9 @@ def check_lengths(lengths: Sequence[int], length_max: int, token_budget: int) ->
             )
 
 
-def share(lengths: Sequence[int], token_budget: int, rank: int = 0, count: int = 1) -> tuple[list[list[int]], int]:
+def share(
+    lengths: Sequence[int], token_budget: int, padding_max: int = TOKEN_BUDGET_MAX, *, rank: int = 0, count: int = 1
+) -> tuple[list[list[int]], int]:
     """The micro-batches of one of ``count`` ranks (R14), and how many the rank with the most has.
 
     Sequences are dealt longest first, back and forth, so that all ranks get about the same number of tokens; each packs
@@ -63,6 +79,6 @@ def share(lengths: Sequence[int], token_budget: int, rank: int = 0, count: int =
     for place, index in enumerate(sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))):
         turn, hand = divmod(place, count)
         hands[hand if turn % 2 == 0 else count - 1 - hand].append(index)
-    packed = [pack([lengths[index] for index in hand], token_budget) for hand in hands]
+    packed = [pack([lengths[index] for index in hand], token_budget, padding_max) for hand in hands]
     mine = [[hands[rank][place] for place in batch] for batch in packed[rank]]
     return mine, max(len(batches) for batches in packed)

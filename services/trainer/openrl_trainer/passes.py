@@ -39,9 +39,10 @@ class MemoryShort(Exception):
 
 @dataclass(frozen=True)
 class Budget:
-    """``tokens`` of a pass at most; ``chunk_tokens`` whose logits exist at once."""
+    """``tokens`` of a pass at most, ``padding`` of which are none; ``chunk_tokens`` whose logits exist at once."""
 
     tokens: int
+    padding: int
     chunk_tokens: int
 
 
@@ -136,7 +137,7 @@ class Passes:
         """``one`` pass after the other. What fails is noted, for the others to hear of it, where they can go on."""
         sharding = self._base.sharding
         lengths = [len(datum.tokens) for datum in data]
-        batches, most = share(lengths, budget.tokens, self._ranks.rank, self._ranks.count)
+        batches, most = share(lengths, budget.tokens, budget.padding, rank=self._ranks.rank, count=self._ranks.count)
         mine.num_passes = len(batches)
         if sharding is not None:
             batches += [[] for _ in range(most - len(batches))]

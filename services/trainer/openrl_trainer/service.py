@@ -258,7 +258,9 @@ class Trainer:
             log.info("removed the checkpoints of a job that is over: %s", directory)
 
     def _make_engine(self, record: JobRecord) -> TrainEngine:
+        from openrl_trainer.checkpoints import checkpoint_directory
         from openrl_trainer.engine import EngineSettings, JobSettings, TrainEngine
+        from openrl_trainer.shortage import found
 
         lora = record.spec.lora or LoraSpec() if record.spec.kind is JobKind.LORA else None
         job = JobSettings(
@@ -281,7 +283,9 @@ class Trainer:
             from openrl_trainer.group_engine import GroupEngine
 
             return GroupEngine(self._base, job, settings, self._group)
-        return TrainEngine(self._base, job, settings)
+        engine = TrainEngine(self._base, job, settings)
+        engine.recall(found(checkpoint_directory(settings.home, job.tenant, job.job, job.incarnation)))
+        return engine
 
     async def _on_step(self, begun_at: float) -> None:
         if not self._first_step_seen:

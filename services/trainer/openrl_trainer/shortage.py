@@ -1,8 +1,9 @@
-"""What the ranks of a sharded model leave for their next life when memory was short (R2, R14).
+"""What a trainer leaves for its next life when memory was short where it could not go on (R2, R6, R14).
 
-One rank that is short in the middle of a pass cannot tell the others, who wait for it in a collective: the group ends.
-So that it does not end there again and again, the rank writes down what an engine on one device would do next: go on
-with half the budget, or, with that halved already, refuse the entry.
+One rank of a sharded model that is short in the middle of a pass cannot tell the others, who wait for it in a
+collective: the group ends. On any number of devices an optimizer step or a load_state that ran short has changed a part
+of the state: only the log brings it back. So that no life ends there again and again, it writes down what comes next:
+go on with half the budget, or refuse the entry.
 
     <checkpoints of the job>/short-<rank>.note
 """

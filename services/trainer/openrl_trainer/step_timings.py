@@ -1,10 +1,14 @@
 """How fast a trainer's passes are, and what they hold: ``openrl bench train`` runs this file once a measurement.
 
-    python -m openrl_trainer.step_timings one|budget MODEL   64 sequences of 8 to 64 tokens, one a pass or by the budget
-    python -m openrl_trainer.step_timings logprobs WAY       log-probabilities of 2,048 tokens, vocabulary 32,000
+    python -m openrl_trainer.step_timings one|budget MODEL THREADS        64 sequences of 8 to 64 tokens, one a pass or
+                                                                          by the budget
+    python -m openrl_trainer.step_timings fft|lora MODEL THREADS DEVICES  the same by the budget, on a process a device
+    python -m openrl_trainer.step_timings logprobs WAY THREADS            log-probabilities of 2,048 tokens, vocabulary
+                                                                          32,000
 
 One line of JSON: the best of several requests' seconds, tokens a second, and ``peak_bytes``: the most resident memory
-of the process over what it had before (Linux). ``logprobs``, forward and backward, by: ``whole`` logits, ``ours``
+of the process over what it had before (Linux), in a request of its own whose allocator gives back what is freed; the
+timed ones have the allocator that a trainer has. ``logprobs``, forward and backward, by: ``whole`` logits, ``ours``
 (chunked_logprobs), ``torch`` (linear_cross_entropy in chunks), ``cut`` (cut-cross-entropy by torch.compile), ``liger``.
 """
 
@@ -24,36 +28,82 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openrl_common.records import LoraSpec
 from openrl_common.wire import Datum, ForwardBackward
+from openrl_trainer.commands import Begin
 from openrl_trainer.engine import EngineSettings, JobSettings, TrainEngine
+from openrl_trainer.group import Group
+from openrl_trainer.group_engine import GroupEngine
 from openrl_trainer.losses import chunked_logprobs
 from openrl_trainer.model import BaseModel, prepare_torch
 
 NUM_SEQUENCES = 64
-TIMES = 3
+TIMES = 5
+_DEVICE_BYTES = 4 << 30
 _ROWS, _HIDDEN, _VOCABULARY, _CHUNK = 2048, 256, 32_000, 256
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def passes(one_by_one: bool, model: Path, num_threads: int) -> dict[str, float]:
     """FFT of ``model``; the budget is what a seat of 4 GiB gives."""
-    device = prepare_torch(num_threads, 0)
-    generator = random.Random(1)
-    base = BaseModel(str(model), dtype="float32", device=device, frozen=False)
-    lengths = [generator.randint(8, 64) for _ in range(NUM_SEQUENCES)]
-    data = [Datum(tokens=[generator.randrange(base.vocabulary) for _ in range(length)]) for length in lengths]
-    groups = [[datum] for datum in data] if one_by_one else [data]
+    base = BaseModel(str(model), dtype="float32", device=prepare_torch(num_threads, 0), frozen=False)
+    data = _data(base.vocabulary)
     with tempfile.TemporaryDirectory() as home:
-        settings = EngineSettings(home=Path(home), device_bytes=4 << 30)
+        settings = EngineSettings(home=Path(home), device_bytes=_DEVICE_BYTES)
         engine = TrainEngine(base, JobSettings(tenant="t", job="bench", incarnation=1), settings)
+        groups = [[datum] for datum in data] if one_by_one else [data]
+        run = _learning(engine, groups)
+        return _timed(run, _count(data)) | {"peak_bytes": _peak_bytes(run), "token_budget": engine.token_budget}
 
-        def run() -> None:
-            for group in groups:
-                request = ForwardBackward(seq=1, incarnation=1, data=group, loss="cross_entropy", normalizer=1.0)
-                result = engine.apply(request).result
-                assert result.error is None, result.error
 
-        return _measured(run, sum(lengths)) | {"token_budget": engine.token_budget}
+def on_devices(kind: str, model: Path, num_threads: int, num_devices: int) -> dict[str, float]:
+    """A job of ``kind`` (fft, lora) on so many processes of ``num_threads`` each (R14)."""
+    lora = LoraSpec(rank=16) if kind == "lora" else None
+    job = JobSettings(tenant="t", job="bench", incarnation=1, lora=lora)
+    with tempfile.TemporaryDirectory() as home:
+        settings = EngineSettings(home=Path(home), device_bytes=_DEVICE_BYTES)
+        if num_devices == 1:
+            device = prepare_torch(num_threads, 0)
+            base = BaseModel(str(model), dtype="float32", device=device, frozen=lora is not None)
+            data = _data(base.vocabulary)
+            return _timed(_learning(TrainEngine(base, job, settings), [data]), _count(data))
+        group = Group(num_devices)
+        try:
+            begin = Begin(
+                base_model=str(model),
+                dtype="float32",
+                sharded=lora is None,
+                length_max=0,
+                num_threads=num_threads,
+                device_bytes=_DEVICE_BYTES,
+            )
+            base = group.begin(begin)
+            data = _data(base.vocabulary)
+            return _timed(_learning(GroupEngine(base, job, settings, group), [data]), _count(data))
+        finally:
+            group.close()
+
+
+def _data(vocabulary: int) -> list[Datum]:
+    generator = random.Random(1)
+    lengths = [generator.randint(8, 64) for _ in range(NUM_SEQUENCES)]
+    return [Datum(tokens=[generator.randrange(vocabulary) for _ in range(length)]) for length in lengths]
+
+
+def _count(data: list[Datum]) -> int:
+    return sum(len(datum.tokens) for datum in data)
+
+
+def _learning(engine: TrainEngine, groups: list[list[Datum]]) -> Callable[[], None]:
+    """A request for each of ``groups``."""
+
+    def run() -> None:
+        for group in groups:
+            request = ForwardBackward(seq=1, incarnation=1, data=group, loss="cross_entropy", normalizer=1.0)
+            result = engine.apply(request).result
+            assert result.error is None, result.error
+
+    return run
 
 
 def logprobs(way: str, num_threads: int) -> dict[str, float]:
@@ -68,7 +118,7 @@ def logprobs(way: str, num_threads: int) -> dict[str, float]:
         hidden.grad = weight.grad = None
         sums(hidden, weight, targets).backward()
 
-    figures = _measured(run, _ROWS)
+    figures = _timed(run, _ROWS) | {"peak_bytes": _peak_bytes(run)}
     reference = torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction="sum")
     error = float((sums(hidden, weight, targets) - reference).abs() / reference)
     return figures | {"relative_error": error}
@@ -100,18 +150,27 @@ def _way(way: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return lambda hidden, weight, targets: fused(weight, hidden, targets)
 
 
-def _measured(run: Callable[[], None], tokens: int) -> dict[str, float]:
+def _timed(run: Callable[[], None], tokens: int) -> dict[str, float]:
     run()
-    gc.collect()
-    held = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     seconds = []
     for _ in range(TIMES):
         started = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - started)
     best = min(seconds)
-    return {"seconds": best, "tokens_per_s": tokens / best, "peak_bytes": max(0, _status("VmHWM") - held)}
+    return {"seconds": best, "tokens_per_s": tokens / best}
+
+
+def _peak_bytes(run: Callable[[], None]) -> int:
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    libc.mallopt(_M_TRIM_THRESHOLD, 0)
+    gc.collect()
+    libc.malloc_trim(0)
+    held = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    run()
+    return max(0, _status("VmHWM") - held)
 
 
 def _status(name: str) -> int:
@@ -121,16 +180,15 @@ def _status(name: str) -> int:
     return 0
 
 
-def main(what: str, argument: str, num_threads: int) -> None:
-    # What is freed goes back at once, so that resident memory is what is in use.
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
-    libc.mallopt(_M_TRIM_THRESHOLD, 0)
+def main(what: str, argument: str, num_threads: str, num_devices: str = "1") -> None:
     if what == "logprobs":
-        print(json.dumps(logprobs(argument, num_threads)))
+        figures = logprobs(argument, int(num_threads))
+    elif what in ("one", "budget"):
+        figures = passes(what == "one", Path(argument), int(num_threads))
     else:
-        print(json.dumps(passes(what == "one", Path(argument), num_threads)))
+        figures = on_devices(what, Path(argument), int(num_threads), int(num_devices))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else torch.get_num_threads())
+    main(*sys.argv[1:])

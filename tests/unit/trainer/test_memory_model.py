@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from openrl_common.records import LoraSpec
 from openrl_common.wire import Datum, Forward
+from openrl_trainer.checkpoints import checkpoint_directory
 from openrl_trainer.engine import TrainEngine
 from openrl_trainer.memory_model import MemoryModel, is_out_of_memory, memory_model
 from openrl_trainer.packing import TOKEN_BUDGET_MAX, TOKEN_BUDGET_MIN
+from openrl_trainer.shortage import found
 from unit.trainer.conftest import learn, random_data, step
 
 Engines = Callable[..., TrainEngine]
@@ -148,6 +151,34 @@ def test_one_sequence_that_does_not_fit_is_not_run_twice_R2(
     assert result.error is not None
     assert calls == [40]
     assert engine.token_budget == 4000
+
+
+def test_a_shortage_in_the_middle_of_an_update_ends_this_life_and_the_next_refuses_the_entry_R5_R6(
+    new_engine: Engines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An optimizer step changes in place: no answer may say that everything is as before when a part is not."""
+    engine, again = new_engine(), new_engine()
+    data = random_data(4)
+    engine.apply(learn(1, data))
+    before = {name: value.detach().clone() for name, value in engine.parameters().items()}
+    update = engine._adam._adam.step
+
+    def short() -> None:
+        update()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(engine._adam._adam, "step", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.apply(step(2))
+    assert not all(torch.equal(value, before[name]) for name, value in engine.parameters().items())
+
+    again.apply(learn(1, data))
+    again.recall(found(checkpoint_directory(tmp_path, "default", "job", 7)))
+    refused = again.apply(step(2)).result
+    assert refused.error is not None
+    assert refused.error.code == "out-of-memory"
+    assert all(torch.equal(value, before[name]) for name, value in again.parameters().items())
+    assert again.apply(step(3)).result.error is None
 
 
 def test_errors_that_are_not_about_memory_are_not_taken_for_it_R2() -> None:
