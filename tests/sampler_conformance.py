@@ -8,7 +8,9 @@ tests/vllm for vLLM.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,30 @@ from typing import Any
 import msgspec
 import pytest
 import transformers
-from sampler_support import flip_a_byte, plain_logprobs, remove, save_delta_version, truncate
+from sampler_support import (
+    flip_a_byte,
+    plain_logprobs,
+    plain_top_logprobs,
+    remove,
+    save_delta_version,
+    truncate,
+)
 
 from openrl_common.errors import Rejected
+from openrl_common.quantities import GIB
 from openrl_common.records import JobKind, LoraSpec
-from openrl_common.wire import AdamParams, Datum, Forward, ForwardBackward, OptimStep, SamplingParams, SaveWeights
+from openrl_common.wire import (
+    AdamParams,
+    Datum,
+    Forward,
+    ForwardBackward,
+    OptimStep,
+    SampleRequest,
+    SamplingParams,
+    SaveWeights,
+)
 from openrl_sampler import streamed
+from openrl_sampler.admission import TEMPERATURE_LEAST, TEMPERATURE_MOST, Limits, check_request
 from openrl_sampler.engine import GenerateCall, Generated
 from openrl_sampler.weights_keeper import apply as apply_record
 from openrl_trainer.engine import EngineSettings, JobSettings, TrainEngine
@@ -78,9 +98,14 @@ def test_v10_fields_of_an_answer(new_engine: Callable[..., Any]) -> None:
 def test_v12_logprobs_are_those_after_the_temperature_whatever_the_filters(
     new_engine: Callable[..., Any], model_path: Path, tolerance: float
 ) -> None:
-    """V10, V12: also with top-k, top-p and min-p, which choose among tokens and leave the reported distribution."""
+    """V10, V12: also with top-k, top-p and min-p, which choose among tokens and leave the reported distribution; also
+    with temperatures that vLLM's own validation would change (below 0.01) or refuse (above 2)."""
     engine = new_engine()
-    for settings in ({}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 3}, {"top_p": 0.5, "min_p": 0.05}):
+    asked: tuple[dict[str, float], ...] = (
+        {}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 3}, {"top_p": 0.5, "min_p": 0.05}, {"temperature": 5.0},
+        {"temperature": TEMPERATURE_MOST},
+    )  # fmt: skip
+    for settings in asked:
         result = run(engine, PROMPTS, n=2, max_tokens=10, **settings)
         for prompt, group in zip(PROMPTS, result.sequences, strict=True):
             for one in group:
@@ -128,6 +153,73 @@ def test_v10_prompt_logprobs_are_the_models_own(
         assert all(len(group) == 2 for group in result.sequences)
         assert all(len(one.tokens) <= max_tokens for group in result.sequences for one in group)
         assert max_tokens or {one.finish_reason for group in result.sequences for one in group} == {"length"}
+
+
+def test_v10_a_temperature_near_zero_takes_the_likeliest_token_and_is_sure_of_it(
+    new_engine: Callable[..., Any],
+) -> None:
+    engine = new_engine()
+    greedy = tokens_of(run(engine, PROMPTS, max_tokens=8, temperature=0.0))
+    result = run(engine, PROMPTS, max_tokens=8, temperature=TEMPERATURE_LEAST)
+    assert tokens_of(result) == greedy
+    assert all(logprob == pytest.approx(0.0, abs=1e-6) for (one,) in result.sequences for logprob in one.logprobs)
+
+
+def test_v10_prompt_top_logprobs_are_the_likeliest_tokens_at_every_place(
+    new_engine: Callable[..., Any], model_path: Path, tolerance: float
+) -> None:
+    """V10: prompt logprobs with top-k, with and without the prompt's own, beside calls that want others or none."""
+    engine = new_engine()
+    prompts = [*PROMPTS, [9]]
+    engine.add(call(prompts, request="plain", max_tokens=2))
+    engine.add(call(prompts, request="two", max_tokens=2, prompt_top_logprobs=2, prompt_logprobs=True))
+    engine.add(call(prompts, n=2, max_tokens=0, temperature=0.5, prompt_top_logprobs=5))
+    ended: dict[str, Generated] = {}
+    while engine.num_sequences:
+        ended |= {one.request: one for one in engine.step()}
+    assert ended["plain"].prompt_top_logprobs is None
+    assert ended["r"].prompt_logprobs is None
+    for request, top in (("two", 2), ("r", 5)):
+        for prompt, places in zip(prompts, ended[request].prompt_top_logprobs or [], strict=True):
+            expected = plain_top_logprobs(model_path, prompt, top)
+            assert [[token for token, _ in place] for place in places] == [
+                [], *([token for token, _ in place] for place in expected)
+            ]  # fmt: skip
+            for place, wanted in zip(places[1:], expected, strict=True):
+                assert [value for _, value in place] == pytest.approx([value for _, value in wanted], abs=tolerance)
+    scores = ended["two"].prompt_logprobs or []
+    assert scores[0][1:] == pytest.approx(plain_logprobs(model_path, PROMPTS[0]), abs=tolerance)
+
+
+def test_v10_whatever_is_accepted_can_be_run(new_engine: Callable[..., Any]) -> None:
+    """V10: requests at the edges of every range, many at once; none breaks the engine, each gets its answer."""
+    engine, randomness = new_engine(max_num_seqs=16), random.Random(5)
+    limits = Limits(max_model_len=engine.max_model_len, vocabulary_size=engine.vocabulary_size, sequences_max=64)
+    edges: dict[str, list[Any]] = {
+        "n": [1, 2, 9], "max_tokens": [0, 1, 2, 30], "temperature": [0.0, TEMPERATURE_LEAST, 1.0, TEMPERATURE_MOST],
+        "top_p": [5e-324, 1e-9, 0.5, 1.0], "top_k": [0, 1, 60, 2**62], "min_p": [0.0, 5e-324, 0.5, 1.0],
+        "stop_token_ids": [[], [0], list(range(engine.vocabulary_size))], "prompt_logprobs": [False, True],
+        "prompt_top_logprobs": [0, 20], "seed": [0, 2**63 - 1],
+    }  # fmt: skip
+    names = []
+    for index in range(150):
+        params = {name: randomness.choice(values) for name, values in edges.items()}
+        prompts = [[randomness.randrange(engine.vocabulary_size)] * randomness.choice([1, 2, 34, 64]) for _ in range(2)]
+        asked = call(prompts, request=f"r{index}", **params)
+        request = SampleRequest(
+            request="r", tenant="t", job="j", incarnation=1, prompts=prompts, params=asked.params, deadline=1.0
+        )
+        with suppress(Rejected):
+            check_request(request, limits)
+            engine.check(asked)
+            names.append(asked.request)
+            engine.add(asked)
+    assert len(names) > 40
+    ended: dict[str, Generated] = {}
+    while engine.num_sequences:
+        ended |= {one.request: one for one in engine.step()}
+    assert sorted(ended) == sorted(names)
+    assert [one.request for one in ended.values() if one.error] == []
 
 
 def test_v10_a_seeded_request_gives_the_same_tokens_whatever_it_is_batched_with(new_engine: Callable[..., Any]) -> None:
@@ -318,6 +410,46 @@ def test_v5_every_token_says_the_version_that_made_it(
     longest = max(ended.sequences[0], key=lambda one: len(one.tokens))
     assert longest.versions == [0] * 5 + [4] * (len(longest.tokens) - 5)
     assert all(one.versions == longest.versions[: len(one.tokens)] for one in ended.sequences[0])
+
+
+def test_v5_by_setting_an_update_ends_what_runs_and_never_for_a_version_that_is_refused(
+    new_engine: Callable[..., Any], save_full: Callable[..., Any]
+) -> None:
+    """V5: in flight aborted, by setting: answered at the next step; an exact call does not hold the update up."""
+    engine = new_engine(keeps_running=False)
+    asked = {"n": 2, "max_tokens": 30, "stop_token_ids": [], "temperature": 5.0}
+    engine.add(call(PROMPTS, request="runs", **asked))
+    engine.add(call(PROMPTS, request="insists", exact=0, **asked))
+    engine.step()
+    assert not engine.pinned(JOB)
+    bad = save_full(3)
+    flip_a_byte(Path(bad.manifest).parent)
+    with pytest.raises(Rejected):
+        apply(engine, bad)
+    with pytest.raises(Rejected):
+        apply(engine, save_full(4, intermediate_size=32))
+    assert engine.step() == []
+    apply(engine, save_full(5))
+    ended = engine.step()
+    assert [(one.request, one.error.code if one.error else "") for one in ended] == [
+        ("runs", "superseded"), ("insists", "superseded"),
+    ]  # fmt: skip
+    assert engine.num_sequences == 0
+    after = run(engine, PROMPTS, max_tokens=4)
+    assert {version for group in after.sequences for one in group for version in one.versions} == {5}
+
+
+def test_v6_an_update_that_does_not_fit_is_rejected_with_numbers(
+    new_engine: Callable[..., Any], save_full: Callable[..., Any]
+) -> None:
+    engine = new_engine(headroom_bytes=100_000 * GIB)
+    with pytest.raises(
+        Rejected, match=r"a streamed update needs 100000\.000 GiB of device memory, \d+\.\d+ GiB are"
+    ) as caught:
+        apply(engine, save_full(1))
+    assert caught.value.code == "no-room"
+    assert engine.version(JOB) == 0
+    assert run(engine, PROMPTS, max_tokens=3).error is None
 
 
 @pytest.mark.parametrize("tied", [True, False])

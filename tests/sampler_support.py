@@ -141,13 +141,24 @@ def save_delta_version(
 
 def plain_logprobs(path: Path, tokens: list[int], *, adapter: Path | None = None, temperature: float = 1.0) -> Any:
     """Log-probabilities of ``tokens[1:]`` by one plain transformers forward pass, no cache, no padding."""
+    logits = _plain_logits(path, tokens, adapter) / temperature
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+
+
+def plain_top_logprobs(path: Path, tokens: list[int], top: int) -> list[list[tuple[int, float]]]:
+    """The likeliest tokens at each of ``tokens[1:]``, and their log-probabilities."""
+    found = torch.log_softmax(_plain_logits(path, tokens, None), -1).topk(top)
+    return [list(zip(*place, strict=True)) for place in zip(found.indices.tolist(), found.values.tolist(), strict=True)]
+
+
+def _plain_logits(path: Path, tokens: list[int], adapter: Path | None) -> torch.Tensor:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
     if adapter is not None:
         with quiet_peft():
             model = PeftModel.from_pretrained(model, str(adapter)).eval()
     with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1].float() / temperature
-    return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+        logits: torch.Tensor = model(input_ids=torch.tensor([tokens])).logits[0, :-1].float()
+    return logits
 
 
 def flip_a_byte(directory: Path) -> None:

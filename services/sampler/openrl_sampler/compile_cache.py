@@ -61,7 +61,7 @@ class CompileCache:
             fcntl.flock(lock, fcntl.LOCK_SH)
             state = "warm"
             if not self._is_complete():
-                fcntl.flock(lock, fcntl.LOCK_EX)  # gives the shared one back first: somebody may have compiled meanwhile
+                fcntl.flock(lock, fcntl.LOCK_EX)  # the shared one is given back first: somebody may compile meanwhile
                 state = self._prepare()
             yield state
             if state == "cold":

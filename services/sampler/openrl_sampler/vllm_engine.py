@@ -41,7 +41,7 @@ from openrl_sampler.memory_share import check_room, kv_cache_bytes, memory_share
 from openrl_sampler.seeds import seed_of
 from openrl_sampler.tokenizer import Tokenizer
 from openrl_sampler.torch_weights import check_manifest
-from openrl_sampler.vllm_options import VllmOptions, engine_arguments, sampling_params, sizes_of
+from openrl_sampler.vllm_options import VllmOptions, engine_arguments, sizes_of
 from openrl_sampler.weights_layers import Layer, Resident, layers_again, layers_of
 
 log = logging.getLogger(__name__)
@@ -214,6 +214,8 @@ class VllmEngine(Calls):
             raise Rejected(f"vLLM does not take this: {error}", code="bad-params") from error
 
     def _add_row(self, owner: Call, prompt_index: int, sample_index: int, prompt: list[int]) -> None:
+        from openrl_sampler.vllm_params import of_sample
+
         params = owner.call.params
         scores = sample_index == 0 and params.scores_prompt
         if not params.max_tokens and not scores:  # the first sample scores the prompt for all
@@ -225,7 +227,7 @@ class VllmEngine(Calls):
         self._engine.add_request(
             name,
             {"prompt_token_ids": prompt},
-            sampling_params(params, seed, stop_token_ids=owner.stop.token_ids, scores=scores),
+            of_sample(params, seed, stop_token_ids=owner.stop.token_ids, scores=scores),
             lora_request=self._lora_requests.get(owner.adapter),
         )
 

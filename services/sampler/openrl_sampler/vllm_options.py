@@ -13,7 +13,7 @@ Fixed here, and why:
 from __future__ import annotations
 
 import secrets
-from collections.abc import MutableMapping, Set
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from typing import Any
 from openrl_common.errors import Rejected
 from openrl_common.records import JobKind
 from openrl_common.tensors import Checkpoint
-from openrl_common.wire import SamplingParams
 from openrl_sampler.compile_cache import CompileCache
 from openrl_sampler.memory_share import ModelSizes, capture_sizes
 
@@ -149,30 +148,6 @@ def engine_arguments(options: VllmOptions, checkpoint: Checkpoint, *, on_cpu: bo
             "lora_target_modules": sorted({name.split(".")[-2] for name in _layer_matrices(checkpoint)}),
         }
     return arguments
-
-
-def sampling_params(params: SamplingParams, seed: int | None, *, stop_token_ids: Set[int], scores: bool) -> Any:
-    """vLLM's own parameters of one sample; ``scores``: of its prompt too. Raises ValueError (vLLM's validation)."""
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.sampling_params import SamplingParams as VllmParams
-
-    found = VllmParams(
-        max_tokens=max(1, params.max_tokens),
-        temperature=1.0 if params.temperature else 0.0,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        seed=seed,
-        stop_token_ids=sorted(stop_token_ids),
-        ignore_eos=True,
-        logprobs=0,
-        prompt_logprobs=params.prompt_top_logprobs if scores else None,
-        detokenize=False,
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.DELTA,
-    )
-    found.temperature = params.temperature  # vLLM's own limits, 0.01 to 2, are tighter than what its kernels compute
-    return found
 
 
 def _dtype(dtype: str, on_cpu: bool) -> str:
