@@ -31,7 +31,8 @@ def rendered(plane: ControlPlane, folder: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def with_monitors(control_plane: ControlPlane) -> None:
     """The kinds of the Prometheus operator, without their schemas."""
-    for plural, kind in (("servicemonitors", "ServiceMonitor"), ("podmonitors", "PodMonitor")):
+    kinds = ("ServiceMonitor", "PodMonitor", "PrometheusRule")
+    for plural, kind in ((f"{kind.lower()}s", kind) for kind in kinds):
         schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
         control_plane.apply(
             {
@@ -60,22 +61,44 @@ def test_K8_a_server_side_dry_run_of_every_overlay_is_clean(control_plane: Contr
     assert "Warning" not in answer, "the namespace enforces the restricted pod security standard"
 
 
-def test_K8_the_monitoring_component_is_accepted_where_the_operator_is(
-    control_plane: ControlPlane, with_monitors: None, tmp_path: Path
-) -> None:
-    overlay = ROOT / "deploy" / "overlays" / ".test-monitoring"
+def dry_run_with(plane: ControlPlane, component: str) -> str:
+    """What the API server says to the overlay `kind` with one component more."""
+    overlay = ROOT / "deploy" / "overlays" / f".test-{component}"
     overlay.mkdir(exist_ok=True)
     try:
         (overlay / "kustomization.yaml").write_text(
             "apiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\n"
-            "resources: [../kind]\ncomponents: [../../components/monitoring]\n"
+            f"resources: [../kind]\ncomponents: [../../components/{component}]\n"
         )
-        answer = control_plane.kubectl(
-            "apply", "--server-side", "--force-conflicts", "--dry-run=server", "-k", str(overlay)
-        )
+        return plane.kubectl("apply", "--server-side", "--force-conflicts", "--dry-run=server", "-k", str(overlay))
     finally:
         shutil.rmtree(overlay)
+
+
+def test_K8_the_monitoring_component_is_accepted_where_the_operator_is(
+    control_plane: ControlPlane, with_monitors: None
+) -> None:
+    answer = dry_run_with(control_plane, "monitoring")
     assert "servicemonitor.monitoring.coreos.com/openrl-control" in answer
+    assert "prometheusrule.monitoring.coreos.com/openrl" in answer
+
+
+def test_O4_with_the_tracing_component_services_and_workers_know_the_collector(control_plane: ControlPlane) -> None:
+    answer = dry_run_with(control_plane, "tracing")
+    assert "networkpolicy.networking.k8s.io/openrl-workers-tracing" in answer
+    assert "Warning" not in answer
+
+
+@pytest.mark.parametrize("folder", ["base", "jaeger"])
+def test_O4_collector_stores_and_grafana_are_accepted(control_plane: ControlPlane, folder: str) -> None:
+    """The namespace first: a dry run makes none for what is in it."""
+    path = ROOT / "deploy" / "observability"
+    control_plane.kubectl("apply", "--server-side", "-f", str(path / "base" / "namespace.yaml"))
+    answer = control_plane.kubectl("apply", "--server-side", "--dry-run=server", "-k", str(path / folder))
+    for name in ("collector", "grafana"):
+        assert f"deployment.apps/openrl-{name}" in answer
+    for name in ("prometheus", "loki", "traces"):
+        assert f"statefulset.apps/openrl-{name}" in answer
 
 
 def test_K8_every_setting_of_every_service_is_in_the_manifests_with_its_default() -> None:
