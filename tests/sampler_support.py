@@ -108,10 +108,17 @@ def save_lora_version(
 
 
 def save_delta_version(
-    home: Path, parent: WeightsRecord, version: int, *, share: float = 0.1, outside: bool = False
+    home: Path,
+    parent: WeightsRecord,
+    version: int,
+    *,
+    share: float = 0.1,
+    outside: bool = False,
+    fill: float | None = None,
 ) -> WeightsRecord:
     """What changed since ``parent``, a whole version or a delta: some elements of every tensor, all of the small ones.
 
+    ``fill``: every new value of the large ones. ``outside``: a position is.
     The whole version that it stands for lies beside it under ``v<version>-whole``.
     """
     directory = version_directory(home, "t", parent.job, parent.incarnation, version)
@@ -123,6 +130,8 @@ def save_delta_version(
         flat = tensor.reshape(-1)
         index = (torch.rand(flat.shape, generator=generator) < share).nonzero().reshape(-1)
         flat[index] = torch.randn(index.shape, generator=generator).to(flat.dtype) * 0.4
+        if fill is not None:
+            flat[index] = fill
         if tensor.dim() < 2:
             changed[name] = tensor
         else:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sampler_conformance import JOB, PROMPTS, apply, run, tokens_of
+from sampler_conformance import JOB, PROMPTS, apply, call, finish, run, tokens_of
 from sampler_support import LENGTH_MAX, save_delta_version, save_full_version
+from vllm.platforms import current_platform
 
-from openrl_common.errors import Rejected
+from openrl_common.errors import Bug, Rejected
 from openrl_common.quantities import GIB
+from openrl_common.records import JobKind
 from openrl_sampler.vllm_engine import VllmEngine
 from openrl_sampler.vllm_options import CPU_BLOCK_TOKENS
 
@@ -52,15 +54,25 @@ def test_v7_every_parameter_equals_a_fresh_load_within_the_chunk(
 def test_v5_nothing_of_an_older_version_is_read_from_the_prefix_cache(
     new_engine: Callable[..., Any], save_tiny_model: Callable[..., Path], save_full: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """V5: a prompt of more than one block, which the cache would keep; also of a call that runs over the update."""
+    """V5: a prompt of more than one block, which the cache would keep; also of a call that runs over the update, whose
+    keys and values are computed anew."""
     longer = {"max_position_embeddings": 512}
     engine = new_engine(save_tiny_model(tmp_path / "base", **longer))
     prompt = [(7 * index) % 50 + 5 for index in range(300)]
     asked = {"max_tokens": 4, "temperature": 0.0}
     old = run(engine, [prompt], **asked)
     record = save_full(1, **longer)
+    engine.add(call([prompt], max_tokens=12, temperature=0.0, stop_token_ids=[]))
+    for _ in range(5):
+        engine.step()
     apply(engine, record)
     fresh = new_engine(Path(record.manifest).parent)
+    over = finish(engine).sequences[0][0]
+    assert over.versions == [0] * 5 + [1] * (len(over.tokens) - 5)
+    scores = run(fresh, [prompt + over.tokens], max_tokens=1, prompt_logprobs=True).prompt_logprobs
+    assert scores is not None
+    assert over.logprobs[5:] == pytest.approx(scores[0][len(prompt) + 5 :], abs=1e-4)
+    assert over.logprobs[:5] != pytest.approx(scores[0][len(prompt) : len(prompt) + 5], abs=1e-2)
     assert (
         run(engine, [prompt], **asked).sequences[0][0].logprobs
         == run(fresh, [prompt], **asked).sequences[0][0].logprobs
@@ -68,16 +80,39 @@ def test_v5_nothing_of_an_older_version_is_read_from_the_prefix_cache(
     assert tokens_of(old)
 
 
-def test_v7_vllms_own_reload_is_there_too_and_gives_the_same(
-    new_engine: Callable[..., Any], save_full: Callable[..., Any]
+def test_v7_vllms_own_loaders_are_there_too_and_give_the_same(
+    new_engine: Callable[..., Any], save_full: Callable[..., Any], tmp_path: Path
 ) -> None:
-    engine, streamed = new_engine(update_method="reload"), new_engine(update_method="streamed")
-    record = save_full(1)
-    apply(engine, record)
-    apply(streamed, record)
-    assert digests(engine) == digests(streamed)
+    """V7, V8: reload and the patch loader; what does not fit is found before they write, for what they write is lost
+    when they break off."""
+    streamed, reload, patch = (new_engine(update_method=method) for method in ("streamed", "reload", "patch"))
+    assert (reload.weights_formats, patch.weights_formats) == ("full", "full,delta")
     asked = {"n": 2, "max_tokens": 8, "seed": 3}
-    assert tokens_of(run(engine, PROMPTS, **asked)) == tokens_of(run(streamed, PROMPTS, **asked))
+    first = save_full(1)
+    second = save_delta_version(tmp_path, first, 2)
+    for engine in (streamed, reload, patch):
+        apply(engine, first)
+    assert digests(streamed) == digests(reload) == digests(patch)
+    for engine in (reload, patch):
+        with pytest.raises(Rejected, match="do not fit the model"):
+            apply(engine, save_full(3 + (engine is patch), intermediate_size=32))
+        assert digests(engine) == digests(streamed)
+    for engine in (streamed, patch):
+        assert 0.05 < apply(engine, second).touched_share < 0.2
+    assert digests(streamed) == digests(patch)
+    assert tokens_of(run(streamed, PROMPTS, **asked)) == tokens_of(run(patch, PROMPTS, **asked))
+    with pytest.raises(Rejected, match="reload takes whole ones"):
+        apply(reload, second)
+    third = save_full(5)
+    for engine in (streamed, reload):
+        apply(engine, third)
+    assert digests(streamed) == digests(reload)
+    assert tokens_of(run(streamed, PROMPTS, **asked)) == tokens_of(run(reload, PROMPTS, **asked))
+    late = new_engine(update_method="patch")
+    apply(late, second)
+    assert digests(late) == digests(patch)
+    with pytest.raises(Bug, match="broke off"):
+        apply(late, save_delta_version(tmp_path, second, 6, fill=float("nan")))
 
 
 def test_v4_the_seat_decides_how_many_tokens_are_kept(new_engine: Callable[..., Any]) -> None:
@@ -85,8 +120,17 @@ def test_v4_the_seat_decides_how_many_tokens_are_kept(new_engine: Callable[..., 
     roomy = new_engine(device_bytes=8 * GIB, max_num_seqs=8)
     assert roomy.kv_tokens_max == 9 * LENGTH_MAX
     per_token = 2 * 2 * 2 * 32 * 4
-    tight = new_engine(device_bytes=GIB // 2 + (4 << 20), max_num_seqs=10_000, prefill_tokens=2048)
+    tight_bytes = GIB // 2 + (4 << 20)
+    tight = new_engine(device_bytes=tight_bytes, max_num_seqs=10_000, prefill_tokens=2048)
     assert LENGTH_MAX + CPU_BLOCK_TOKENS <= tight.kv_tokens_max <= (4 << 20) // per_token
+    tight.close()
+    total = current_platform.get_device_total_memory()
+    by_share = new_engine(
+        device_bytes=8 * GIB, memory_share=(tight_bytes + 1) / total, max_num_seqs=10_000, prefill_tokens=2048
+    )
+    assert by_share.kv_tokens_max == tight.kv_tokens_max, "an explicit share wins"
+    with pytest.raises(Rejected, match="the seat declares"):
+        new_engine(device_bytes=tight_bytes, memory_share=min(1.0, 2 * tight_bytes / total))
 
 
 @pytest.mark.timeout(900)
@@ -139,3 +183,35 @@ def test_v13_two_ranks_serve_a_version_together_or_not_at_all(
     for engine in (pair, single):
         apply(engine, delta)
     assert same()
+
+
+def test_v9_more_adapters_in_use_than_vllm_has_slots_all_answer_and_nothing_is_read_again(
+    new_engine: Callable[..., Any], save_lora: Callable[..., Any]
+) -> None:
+    """V9: the files of a version that still runs may be gone: its trainer keeps the newest ones only."""
+    engine = new_engine(kind=JobKind.LORA, max_adapters=1, adapter_slots=1)
+    asked = {"max_tokens": 10, "seed": 3}
+    records, alone = {}, {}
+    for name in ("a", "b", "c", "d", "e"):
+        records[f"t.{name}.1"] = save_lora(1, job=name)
+        apply(engine, records[f"t.{name}.1"])
+        alone[f"t.{name}.1"] = tokens_of(run(engine, PROMPTS, job=f"t.{name}.1", **asked))
+    for key, record in records.items():
+        engine.add(call(PROMPTS, request=key, job=key, **asked))
+        Path(record.manifest).parent.rename(Path(record.manifest).parent.with_name("gone"))
+    found = {}
+    while engine.num_sequences:
+        found |= {one.request: tokens_of(one) for one in engine.step()}
+    assert found == alone
+    with pytest.raises(Rejected) as caught:
+        engine.add(call(PROMPTS, request="late", job="t.a.1", **asked))
+    assert caught.value.code == "weights-missing"
+
+
+def test_v3_the_capture_of_device_graphs_is_stamped(new_engine: Callable[..., Any]) -> None:
+    """V3: by what times vLLM's own capture, which has nothing to capture on a CPU."""
+    engine = new_engine()
+    assert "capture" not in engine.load_parts
+    engine._engine.model_executor.driver_worker.worker.model_runner.capture_model()
+    engine._prepare()
+    assert 0 < engine.load_parts["capture"] < 1

@@ -79,6 +79,10 @@ class Calls:
         self._full = Resident(None, {})
         self._shelf = AdapterShelf(max_adapters)
 
+    @property
+    def failure(self) -> str:
+        return ""
+
     # --- calls ---------------------------------------------------------------------------------------------------
 
     def _open(

@@ -117,6 +117,10 @@ class Engine(Protocol):
         """Forget a call. Unknown ids are ignored."""
 
     @property
+    def failure(self) -> str:
+        """Why the engine is dead although nothing was asked of it; empty = it is not. Any thread may ask."""
+
+    @property
     def num_sequences(self) -> int:
         """Sequences running or taken and not started."""
 

@@ -78,14 +78,16 @@ class EngineLoop:
             self._weights.stop_announcing()
 
     async def watch(self) -> None:
-        """Raises Bug when a step hangs: the process ends, what it had in hand goes elsewhere."""
+        """Raises Bug when a step hangs or the engine died: the process ends, what it had in hand goes elsewhere."""
         pause_s = min(LOOK_S, self._watch.limit_s / 4)
         while not self._over:
             await asyncio.sleep(pause_s)
             if why := self._watch.check():
                 faulthandler.dump_traceback(all_threads=True)  # where it hangs: into the worker's log
+                why += " (--engine-stuck-after)"
+            if why := why or self._engine.failure:
                 await self._requests.engine_failed(why)
-                raise Bug(f"{why} (--engine-stuck-after): it is replaced")
+                raise Bug(f"{why}: it is replaced")
 
     async def _wake_on_stop(self) -> None:
         await self._context.stopping.wait()

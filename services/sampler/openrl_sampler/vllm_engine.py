@@ -170,6 +170,7 @@ class VllmEngine(Calls):
             return
         why = next((one.not_streamable for one in answers if one.not_streamable), "")
         self._num_planned = max(1, answers[0].planned_elements)
+        self._streamable = not why
         if self.update_method == "streamed" and why:
             raise Rejected(
                 f"updates of {self._options.model_path} cannot be streamed: {why}; use --update-method reload",
@@ -186,6 +187,13 @@ class VllmEngine(Calls):
         """Ask every rank; one answer of each."""
         answers: list[Any] = self._engine.collective_rpc(method, args=arguments, kwargs=named)
         return answers
+
+    @property
+    def failure(self) -> str:
+        """A rank's process that died is noticed by vLLM's monitor, also while nothing runs."""
+        if getattr(self._engine.model_executor, "is_failed", False):
+            return "a process of the vLLM engine has died"
+        return ""
 
     # --- calls ---------------------------------------------------------------------------------------------------
 
@@ -315,8 +323,7 @@ class VllmEngine(Calls):
     def _stream(self, layers: list[Layer], version: int) -> tuple[int, float]:
         """Plan on every rank, then write on every rank (V13). Returns the largest peak, and the share of elements."""
         directory = layers[-1].directory
-        if problem := self._plan(layers):
-            raise Rejected(f"weights {directory} do not fit the model: {problem}", code="weights-shape")
+        self._check_fit(layers)
         self._supersede(version)
         written = self._write(layers)
         if problem := next((one.error for one in written if one.error), ""):
@@ -324,6 +331,19 @@ class VllmEngine(Calls):
             raise Rejected(f"weights {directory} broke off while they were written: {problem}", code="weights-torn")
         share = sum(one.elements for one in written) / (len(written) * self._num_planned)
         return max(one.peak_extra_bytes for one in written), share
+
+    def _check_fit(self, layers: list[Layer]) -> None:
+        """Before the first write of every method (V8). Raises Rejected."""
+        problem = self._plan(layers) if self._streamable else self._unlike_base(layers[0])
+        if problem:
+            raise Rejected(f"weights {layers[-1].directory} do not fit the model: {problem}", code="weights-shape")
+
+    def _unlike_base(self, layer: Layer) -> str:
+        """Of a model whose loader cannot be planned: its versions have the tensors of its own files."""
+        wanted = {name: tensor.shape for name, tensor in self._checkpoint.tensors.items()}
+        found = {name: tuple(shape) for name, (_, shape) in layer.shapes.items()}
+        wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        return f"tensor {wrong[0]!r} has shape {found.get(wrong[0])}, not {wanted.get(wrong[0])}" if wrong else ""
 
     def _plan(self, layers: list[Layer]) -> str:
         """A delta goes on with the plan of what is resident."""
@@ -363,6 +383,7 @@ class VllmEngine(Calls):
                 f"weights {layers[-1].directory} are a delta: --update-method reload takes whole ones",
                 code="weights-format",
             )
+        self._check_fit(layers)
         self._supersede(version)
         peak, elements = 0, 0
         for layer in layers:

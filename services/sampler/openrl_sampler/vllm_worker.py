@@ -106,7 +106,7 @@ class WorkerExtension:
 
     def openrl_prepare(self, model_path: str, updates: bool) -> Prepared:
         sampler = self.model_runner.sampler
-        if type(sampler) is not Sampler:
+        if type(sampler) not in (Sampler, TemperedSampler):
             return Prepared(f"the sampler of this vLLM is {type(sampler).__qualname__}, not {Sampler.__qualname__}")
         sampler.__class__ = TemperedSampler
         why, num_elements = self._openrl_base_plan(model_path) if updates else ("its weights are never replaced", 0)
