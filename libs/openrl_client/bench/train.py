@@ -46,13 +46,17 @@ class Devices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
-    """64 sequences of 8 to 64 tokens, forward and backward; ``ratio`` of the two rates. Peaks are over the resident."""
+    """64 sequences of 8 to 64 tokens, forward and backward; ``ratio`` of the two rates. Peaks are over the resident.
+
+    ``plain_loop``: one sequence a pass by transformers alone, without requests, checks and answers.
+    """
 
     one_by_one_tokens_per_s: float
     budget_tokens_per_s: float
     ratio: float
     peak_bytes: int
     one_by_one_peak_bytes: int
+    plain_loop_tokens_per_s: float
     token_budget: int
     threads: int
     logprobs: list[Way]
@@ -74,10 +78,9 @@ def measure(model: Path | None, *, threads: int, devices: int, progress: Progres
             model = Path(scratch) / "model"
             progress("making the demo's model")
             _checked(_run("openrl_trainer.tiny_model", str(model)))
-        one = _figures(_checked(_step("one", str(model), threads)))
-        progress(f"one by one: {one['tokens_per_s']:.0f} tokens/s")
-        budget = _figures(_checked(_step("budget", str(model), threads)))
-        progress(f"by the budget: {budget['tokens_per_s']:.0f} tokens/s")
+        passes = _figures(_checked(_step("passes", str(model), threads)))
+        one, budget, plain = passes["one"], passes["budget"], passes["plain"]
+        progress(f"one by one: {one['tokens_per_s']:.0f} tokens/s, by the budget: {budget['tokens_per_s']:.0f}")
         kinds = ("fft", "lora") if devices > 1 else ()
         several_devices = [_several(kind, model, threads, devices, progress) for kind in kinds]
     return TrainReport(
@@ -86,7 +89,8 @@ def measure(model: Path | None, *, threads: int, devices: int, progress: Progres
         ratio=round(budget["tokens_per_s"] / one["tokens_per_s"], 2),
         peak_bytes=int(budget["peak_bytes"]),
         one_by_one_peak_bytes=int(one["peak_bytes"]),
-        token_budget=int(budget["token_budget"]),
+        plain_loop_tokens_per_s=round(plain["tokens_per_s"], 1),
+        token_budget=int(passes["token_budget"]),
         threads=threads,
         logprobs=[_way(way, threads, progress) for way in WAYS],
         several_devices=several_devices,
@@ -97,9 +101,8 @@ def measure(model: Path | None, *, threads: int, devices: int, progress: Progres
 
 def _several(kind: str, model: Path, threads: int, devices: int, progress: Progress) -> Devices:
     each = max(1, threads // devices)
-    one, several = (
-        _figures(_checked(_step(kind, str(model), each, str(count))))["tokens_per_s"] for count in (1, devices)
-    )
+    figures = _figures(_checked(_step(kind, str(model), each, str(devices))))
+    one, several = figures["one"]["tokens_per_s"], figures["several"]["tokens_per_s"]
     progress(f"{kind} on {devices} devices: {several:.0f} tokens/s, on one: {one:.0f}")
     return Devices(
         kind=kind,

@@ -223,7 +223,7 @@ class TrainEngine:
             log.warning("out of memory with %d tokens a pass, %d from now on: %s", had, self.token_budget, reason)
 
     def _leave_note(self, request: AnyTrainRequest) -> None:
-        """This life ends here; the next one halves the budget or refuses the entry, with its state whole (shortage.py)."""
+        """This life ends here; the next halves the budget or refuses the entry, with its state whole (shortage.py)."""
         refused_seq = 0 if self._halve_budget(request) else request.seq
         shortage = Shortage(halved_to=self.halved_to, refused_seq=refused_seq)
         directory = checkpoint_directory(self._settings.home, self.job.tenant, self.job.job, self.job.incarnation)

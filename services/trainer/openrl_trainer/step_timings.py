@@ -1,15 +1,18 @@
 """How fast a trainer's passes are, and what they hold: ``openrl bench train`` runs this file once a measurement.
 
-    python -m openrl_trainer.step_timings one|budget MODEL THREADS        64 sequences of 8 to 64 tokens, one a pass or
-                                                                          by the budget
-    python -m openrl_trainer.step_timings fft|lora MODEL THREADS DEVICES  the same by the budget, on a process a device
+    python -m openrl_trainer.step_timings passes MODEL THREADS            64 sequences of 8 to 64 tokens: one a request
+                                                                          (``one``), by the budget (``budget``), and as
+                                                                          a plain loop without a trainer (``plain``)
+    python -m openrl_trainer.step_timings fft|lora MODEL THREADS DEVICES  the same by the budget on so many processes of
+                                                                          THREADS (``several``), and on one (``one``)
     python -m openrl_trainer.step_timings logprobs WAY THREADS            log-probabilities of 2,048 tokens, vocabulary
-                                                                          32,000
+                                                                          32,000, forward and backward
 
-One line of JSON: the best of several requests' seconds, tokens a second, and ``peak_bytes``: the most resident memory
-of the process over what it had before (Linux), in a request of its own whose allocator gives back what is freed; the
-timed ones have the allocator that a trainer has. ``logprobs``, forward and backward, by: ``whole`` logits, ``ours``
-(chunked_logprobs), ``torch`` (linear_cross_entropy in chunks), ``cut`` (cut-cross-entropy by torch.compile), ``liger``.
+Says one line of JSON: the best seconds of several rounds, in which the ways take turns, so that a load that changes
+meets all of them; and ``peak_bytes``: the most resident memory of the process over what it had before (Linux), in a
+run of its own whose allocator gives back what is freed. The timed runs have the allocator that a trainer has. Ways of
+``logprobs``: ``whole`` logits, ``ours`` (chunked_logprobs), ``torch`` (linear_cross_entropy in chunks), ``cut``
+(cut-cross-entropy by torch.compile), ``liger``.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -44,54 +48,55 @@ _ROWS, _HIDDEN, _VOCABULARY, _CHUNK = 2048, 256, 32_000, 256
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
-def passes(one_by_one: bool, model: Path, num_threads: int) -> dict[str, float]:
+def passes(model: Path, num_threads: int) -> dict[str, Any]:
     """FFT of ``model``; the budget is what a seat of 4 GiB gives."""
     base = BaseModel(str(model), dtype="float32", device=prepare_torch(num_threads, 0), frozen=False)
     data = _data(base.vocabulary)
     with tempfile.TemporaryDirectory() as home:
-        settings = EngineSettings(home=Path(home), device_bytes=_DEVICE_BYTES)
-        engine = TrainEngine(base, JobSettings(tenant="t", job="bench", incarnation=1), settings)
-        groups = [[datum] for datum in data] if one_by_one else [data]
-        run = _learning(engine, groups)
-        return _timed(run, _count(data)) | {"peak_bytes": _peak_bytes(run), "token_budget": engine.token_budget}
+        engine = TrainEngine(base, JobSettings(tenant="t", job="bench", incarnation=1), _settings(home))
+        ways = {
+            "one": _learning(engine, [[datum] for datum in data]),
+            "budget": _learning(engine, [data]),
+            "plain": lambda: _plain_loop(base, data),
+        }
+        figures = _timed(ways, sum(len(datum.tokens) for datum in data))
+        figures = {way: figures[way] | {"peak_bytes": _peak_bytes(run)} for way, run in ways.items()}
+        return {**figures, "token_budget": engine.token_budget}
 
 
-def on_devices(kind: str, model: Path, num_threads: int, num_devices: int) -> dict[str, float]:
-    """A job of ``kind`` (fft, lora) on so many processes of ``num_threads`` each (R14)."""
+def on_devices(kind: str, model: Path, num_threads: int, num_devices: int) -> dict[str, Any]:
+    """A job of ``kind`` (fft, lora) in this process alone, and on a group of which it is the first rank (R14)."""
     lora = LoraSpec(rank=16) if kind == "lora" else None
     job = JobSettings(tenant="t", job="bench", incarnation=1, lora=lora)
-    with tempfile.TemporaryDirectory() as home:
-        settings = EngineSettings(home=Path(home), device_bytes=_DEVICE_BYTES)
-        if num_devices == 1:
-            device = prepare_torch(num_threads, 0)
-            base = BaseModel(str(model), dtype="float32", device=device, frozen=lora is not None)
+    begin = Begin(
+        base_model=str(model),
+        dtype="float32",
+        sharded=lora is None,
+        length_max=0,
+        num_threads=num_threads,
+        device_bytes=_DEVICE_BYTES,
+    )
+    group = Group(num_devices)
+    try:
+        with tempfile.TemporaryDirectory() as home:
+            several = GroupEngine(group.begin(begin), job, _settings(home), group)
+            base = BaseModel(str(model), dtype="float32", device=prepare_torch(num_threads, 0), frozen=lora is not None)
+            one = TrainEngine(base, job, _settings(home))
             data = _data(base.vocabulary)
-            return _timed(_learning(TrainEngine(base, job, settings), [data]), _count(data))
-        group = Group(num_devices)
-        try:
-            begin = Begin(
-                base_model=str(model),
-                dtype="float32",
-                sharded=lora is None,
-                length_max=0,
-                num_threads=num_threads,
-                device_bytes=_DEVICE_BYTES,
-            )
-            base = group.begin(begin)
-            data = _data(base.vocabulary)
-            return _timed(_learning(GroupEngine(base, job, settings, group), [data]), _count(data))
-        finally:
-            group.close()
+            ways = {"one": _learning(one, [data]), "several": _learning(several, [data])}
+            return _timed(ways, sum(len(datum.tokens) for datum in data))
+    finally:
+        group.close()
+
+
+def _settings(home: str) -> EngineSettings:
+    return EngineSettings(home=Path(home), device_bytes=_DEVICE_BYTES)
 
 
 def _data(vocabulary: int) -> list[Datum]:
     generator = random.Random(1)
     lengths = [generator.randint(8, 64) for _ in range(NUM_SEQUENCES)]
     return [Datum(tokens=[generator.randrange(vocabulary) for _ in range(length)]) for length in lengths]
-
-
-def _count(data: list[Datum]) -> int:
-    return sum(len(datum.tokens) for datum in data)
 
 
 def _learning(engine: TrainEngine, groups: list[list[Datum]]) -> Callable[[], None]:
@@ -106,6 +111,15 @@ def _learning(engine: TrainEngine, groups: list[list[Datum]]) -> Callable[[], No
     return run
 
 
+def _plain_loop(base: BaseModel, data: list[Datum]) -> None:
+    """As anybody writes it first: nothing is checked, nothing is told."""
+    for datum in data:
+        ids = torch.tensor([datum.tokens])
+        logits = base.model(input_ids=ids, use_cache=False).logits[0, :-1]
+        torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").backward()
+    base.model.zero_grad()
+
+
 def logprobs(way: str, num_threads: int) -> dict[str, float]:
     prepare_torch(num_threads, 0)
     torch.manual_seed(1)
@@ -118,7 +132,7 @@ def logprobs(way: str, num_threads: int) -> dict[str, float]:
         hidden.grad = weight.grad = None
         sums(hidden, weight, targets).backward()
 
-    figures = _timed(run, _ROWS) | {"peak_bytes": _peak_bytes(run)}
+    figures = _timed({way: run}, _ROWS)[way] | {"peak_bytes": _peak_bytes(run)}
     reference = torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction="sum")
     error = float((sums(hidden, weight, targets) - reference).abs() / reference)
     return figures | {"relative_error": error}
@@ -150,15 +164,15 @@ def _way(way: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return lambda hidden, weight, targets: fused(weight, hidden, targets)
 
 
-def _timed(run: Callable[[], None], tokens: int) -> dict[str, float]:
-    run()
-    seconds = []
-    for _ in range(TIMES):
-        started = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - started)
-    best = min(seconds)
-    return {"seconds": best, "tokens_per_s": tokens / best}
+def _timed(ways: dict[str, Callable[[], None]], tokens: int) -> dict[str, dict[str, float]]:
+    best = dict.fromkeys(ways, inf)
+    for count in range(1 + TIMES):
+        for way, run in ways.items():
+            started = time.perf_counter()
+            run()
+            if count > 0:  # the first round warms up
+                best[way] = min(best[way], time.perf_counter() - started)
+    return {way: {"seconds": seconds, "tokens_per_s": tokens / seconds} for way, seconds in best.items()}
 
 
 def _peak_bytes(run: Callable[[], None]) -> int:
@@ -181,10 +195,11 @@ def _status(name: str) -> int:
 
 
 def main(what: str, argument: str, num_threads: str, num_devices: str = "1") -> None:
+    figures: dict[str, Any]
     if what == "logprobs":
         figures = logprobs(argument, int(num_threads))
-    elif what in ("one", "budget"):
-        figures = passes(what == "one", Path(argument), int(num_threads))
+    elif what == "passes":
+        figures = passes(Path(argument), int(num_threads))
     else:
         figures = on_devices(what, Path(argument), int(num_threads), int(num_devices))
     print(json.dumps(figures))
