@@ -1,5 +1,6 @@
-"""``stuck_sampler.py FILE [--break] …``: a sampler whose engine hangs or breaks at its first request once FILE exists.
+"""``stuck_sampler.py FILE [--break | --in-write] …``: a sampler that hangs or breaks once FILE exists.
 
+At its first request; with ``--in-write`` it hangs in the middle of the next weight update, and says so by FILE.reached.
 The real process otherwise, with either engine; what follows are ``openrl_sampler``'s own arguments.
 """
 
@@ -7,36 +8,57 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from openrl_sampler import __main__ as sampler
 from openrl_sampler import service
 
+READS_BEFORE = 10
+"""Slices of the update that are written before it hangs."""
 
-def _with_fault(flag: Path, breaks: bool) -> Callable[..., Any]:
+
+def _hang_or_break(engine: Any, flag: Path, breaks: bool) -> None:
+    step = engine.step
+
+    def faulty_step() -> Any:
+        if flag.exists() and "warm-up" not in engine._calls:
+            if breaks:
+                raise RuntimeError("the device fell off the bus")
+            threading.Event().wait()
+        return step()
+
+    engine.step = faulty_step
+
+
+def _hang_in_write(flag: Path) -> None:
+    from openrl_sampler import streamed
+
+    read, left = streamed._read, [READS_BEFORE]
+
+    def faulty_read(*arguments: Any) -> None:
+        if flag.exists():
+            left[0] -= 1
+            if left[0] < 0:
+                flag.with_suffix(".reached").touch()
+                threading.Event().wait()
+        read(*arguments)
+
+    streamed._read = faulty_read
+
+
+if __name__ == "__main__":
+    path, *rest = sys.argv[1:]
+    fault = rest.pop(0) if rest[:1] in (["--break"], ["--in-write"]) else ""
     make = service.make_engine
 
     def make_engine(*arguments: Any) -> Any:
         engine = make(*arguments)
-        step = engine.step
-
-        def faulty_step() -> Any:
-            if flag.exists() and "warm-up" not in engine._calls:
-                if breaks:
-                    raise RuntimeError("the device fell off the bus")
-                threading.Event().wait()
-            return step()
-
-        engine.step = faulty_step
+        if fault == "--in-write":
+            _hang_in_write(Path(path))
+        else:
+            _hang_or_break(engine, Path(path), breaks=fault == "--break")
         return engine
 
-    return make_engine
-
-
-if __name__ == "__main__":
-    flag, *arguments = sys.argv[1:]
-    breaks = arguments[:1] == ["--break"]
-    service.make_engine = _with_fault(Path(flag), breaks)
-    sampler.main(arguments[breaks:])
+    service.make_engine = make_engine
+    sampler.main(rest)

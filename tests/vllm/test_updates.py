@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,7 +141,8 @@ def test_v13_two_ranks_serve_a_version_together_or_not_at_all(
     new_engine: Callable[..., Any], save_tiny_model: Callable[..., Path], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """V13: two processes give the logprobs of one; both ranks get a version, or neither where it is bad or torn."""
+    """V13: two processes give the logprobs of one; both ranks get a version, or neither where it is bad or torn.
+    V11: the death of one is noticed within 5 s, also while nothing runs."""
     shape = {"vocab_size": 64}
     base = save_tiny_model(tmp_path / "base", **shape)
     pair, single = new_engine(base, num_devices=2), new_engine(base)
@@ -183,6 +187,15 @@ def test_v13_two_ranks_serve_a_version_together_or_not_at_all(
     for engine in (pair, single):
         apply(engine, delta)
     assert same()
+    assert (pair.failure, single.failure) == ("", "")
+    os.kill(pair._engine.model_executor.workers[1].proc.pid, signal.SIGKILL)
+    until = time.monotonic() + 5
+    while not pair.failure and time.monotonic() < until:
+        time.sleep(0.02)
+    assert pair.failure == "a process of the vLLM engine has died"
+    pair.add(call(PROMPTS, **asked))
+    with pytest.raises(RuntimeError):
+        pair.step()
 
 
 def test_v9_more_adapters_in_use_than_vllm_has_slots_all_answer_and_nothing_is_read_again(

@@ -1,198 +1,28 @@
-"""The sampler as a process of its own on a real nats-server: requests, weights, versions, restarts, drain."""
+"""The sampler as a process of its own on a real nats-server: requests, weights, versions, restarts, drain.
+
+Those that a vLLM sampler passes too are imported by tests/vllm.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import re
 import signal
-import subprocess
-import sys
 import time
-import urllib.request
-import uuid
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from sampler_support import save_full_version, save_lora_version, save_model
+from sampler_support import save_lora_version
+from sampler_world import STUCK, World, gone, metrics, versions
 
-from openrl_common import streams
-from openrl_common.bus import Bus
 from openrl_common.errors import Rejected
 from openrl_common.events import SamplerDisagreed, WeightsApplied, WeightsRejected
-from openrl_common.names import SHARED, agreement_subject, cancel_subject, sample_subject, workload_id
-from openrl_common.nats_server import NatsServer
-from openrl_common.records import (
-    JobKind,
-    JobPhase,
-    JobRecord,
-    JobSpec,
-    LeaseRecord,
-    LeaseState,
-    Role,
-    Shape,
-    WeightsRecord,
-    WorkloadPhase,
-    WorkloadRecord,
-)
-from openrl_common.wire import (
-    SAMPLE_RESULT_DECODER,
-    Agreement,
-    AgreementVerdict,
-    CancelSample,
-    ErrorInfo,
-    SampleRequest,
-    SampleResult,
-    SamplingParams,
-)
+from openrl_common.names import agreement_subject
+from openrl_common.records import JobKind, JobPhase
+from openrl_common.wire import Agreement, AgreementVerdict, ErrorInfo, SamplingParams
 
-DEADLINE_S = 60.0
-STUCK = Path(__file__).parents[2] / "stuck_sampler.py"
 pytestmark = pytest.mark.timeout(180)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "m")
-
-
-class World:
-    """The records that placement, launcher and trainer would write, a sampler process, and a client's side."""
-
-    def __init__(self, bus: Bus, url: str, home: Path, model: Path) -> None:
-        self.bus, self.url, self.home, self.model = bus, url, home, model
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.inbox = bus.new_inbox()
-        self.answers: dict[str, asyncio.Future[SampleResult]] = {}
-        self.answered: list[str] = []
-        self.runtime = ("t", "j")
-
-    async def listen(self) -> None:
-        async def on_answer(body: bytes, _headers: dict[str, str]) -> None:
-            result = SAMPLE_RESULT_DECODER.decode(body)
-            self.answered.append(result.request)
-            self.answers[result.request].set_result(result)
-
-        await self.bus.subscribe(self.inbox, on_answer)
-
-    async def workload(self, kind: JobKind, jobs: tuple[str, ...] = (), **changes: Any) -> str:
-        self.runtime = ("t", "j") if kind is JobKind.FFT else (SHARED, "lora-m")
-        tenant, owner = self.runtime
-        workload = workload_id(tenant, owner, "sampler")
-        record = WorkloadRecord(
-            workload=workload, tenant=tenant, owner=owner, owner_name=owner, kind=kind, jobs=jobs, incarnation=1,
-            shape=Shape(role=Role.SAMPLER, device_bytes=1 << 30), base_model=str(self.model),
-            phase=WorkloadPhase.PLACED, submitted_at=time.time(), max_rank=8,
-        )  # fmt: skip
-        await self.bus.store.workloads.put(workload, msgspec.structs.replace(record, **changes))
-        return workload
-
-    async def job(self, name: str, sampler: str, phase: JobPhase = JobPhase.READY) -> None:
-        record = JobRecord(
-            tenant="t", job=name, submission="s", incarnation=1,
-            spec=JobSpec(name=name, kind=JobKind.LORA, base_model=str(self.model)), phase=phase,
-            runtime_tenant=SHARED, runtime="lora-m", trainer="w", sampler=sampler, submitted_at=time.time(),
-        )  # fmt: skip
-        await self.bus.store.jobs.put(f"t.{name}", record)
-
-    async def weights(self, record: WeightsRecord) -> None:
-        await self.bus.store.weights.put(f"{record.tenant}.{record.job}", record)
-
-    async def start(
-        self, workload: str, assignment: str, *arguments: str, program: tuple[str, ...] = ("-m", "openrl_sampler")
-    ) -> subprocess.Popen[bytes]:
-        await self.bus.store.leases.write(assignment, LeaseRecord(state=LeaseState.STARTING), last=0)
-        environment = os.environ | {
-            "OPEN_RL_NATS_URL": self.url, "OPEN_RL_HOME": str(self.home), "OPEN_RL_WORKLOAD": workload,
-            "OPEN_RL_ASSIGNMENT": assignment, "OPEN_RL_NODE": "n1", "OPEN_RL_DEVICE_BYTES": "1GiB",
-            "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        with (self.home / f"{assignment}.log").open("wb") as log:
-            process = subprocess.Popen(  # noqa: ASYNC220 (returns at once)
-                [sys.executable, *program, *arguments], env=environment, stdout=log, stderr=log
-            )
-        self.processes.append(process)
-        return process
-
-    async def ready(self, assignment: str) -> Any:
-        async with asyncio.timeout(DEADLINE_S):
-            while True:
-                entry = await self.bus.store.ready.get(assignment)
-                if entry is not None and entry.value.ready:
-                    return entry.value
-                await asyncio.sleep(0.05)
-
-    async def send(
-        self, *, name: str = "", job: str = "j", timeout_s: float = 30.0, body: bytes = b"", **fields: Any
-    ) -> str:
-        name = name or uuid.uuid4().hex
-        request = SampleRequest(
-            **{
-                "request": name, "tenant": "t", "job": job, "incarnation": 1, "prompts": [[5, 9, 13], [7, 8]],
-                "params": SamplingParams(n=2, max_tokens=6, seed=3), "deadline": time.time() + timeout_s,
-                "reply_to": self.inbox,
-            } | fields
-        )  # fmt: skip
-        self.answers[name] = asyncio.get_running_loop().create_future()
-        await self.bus.publish_raw(
-            sample_subject(*self.runtime), body or msgspec.json.encode(request), message_id=name, ttl_s=timeout_s + 1
-        )
-        return name
-
-    async def answer(self, name: str) -> SampleResult:
-        async with asyncio.timeout(DEADLINE_S):
-            return await self.answers[name]
-
-    async def cancel(self, name: str) -> None:
-        await self.bus.send(cancel_subject(*self.runtime), msgspec.json.encode(CancelSample(request=name)))
-
-    async def sample(self, **fields: Any) -> SampleResult:
-        return await self.answer(await self.send(**fields))
-
-    async def error(self, **fields: Any) -> str:
-        result = await self.sample(**fields)
-        assert result.error is not None
-        return result.error.code
-
-    async def next_event(self, kind: type[Any]) -> Any:
-        async with asyncio.timeout(DEADLINE_S):
-            async for delivery in self.bus.tail(stream="OPENRL_EVENTS", subject="openrl.ev.sampler.>"):
-                event = delivery.event()
-                if isinstance(event, kind):
-                    return event
-
-    async def pending_messages(self) -> int:
-        info = await self.bus.jetstream.stream_info("OPENRL_SAMPLE")
-        return info.state.messages
-
-
-async def _gone(process: subprocess.Popen[bytes], within_s: float = 20.0) -> int:
-    async with asyncio.timeout(within_s):
-        while (code := process.poll()) is None:  # noqa: ASYNC110 (another process)
-            await asyncio.sleep(0.02)
-    return code
-
-
-@pytest.fixture
-async def world(nats_server: NatsServer, tmp_path: Path, model: Path) -> AsyncIterator[World]:
-    bus = await Bus.connect(nats_server.url, name="test")
-    await streams.ensure(bus)
-    world = World(bus, nats_server.url, tmp_path, model)
-    await world.listen()
-    yield world
-    for process in world.processes:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-    await bus.close()
-
-
-def versions(result: SampleResult) -> set[int]:
-    assert result.error is None, result.error
-    return {version for group in result.sequences for sequence in group for version in sequence.versions}
 
 
 async def test_v5_full_job_is_served_from_base_to_new_weights_and_a_bad_version_changes_nothing(world: World) -> None:
@@ -212,12 +42,12 @@ async def test_v5_full_job_is_served_from_base_to_new_weights_and_a_bad_version_
     assert (await world.sample()).sequences == cold.sequences, "the same seed gives the same tokens"
 
     waits = await world.send(at_least=1)
-    await world.weights(save_full_version(world.home, 1))
+    await world.weights(world.full(1))
     assert versions(await world.answer(waits)) == {1}
     applied = await world.next_event(WeightsApplied)
     assert (applied.version, applied.assignment) == (1, "a1")
 
-    bad = save_full_version(world.home, 2)
+    bad = world.full(2)
     (Path(bad.manifest).parent / "model.safetensors").write_bytes(b"short")
     await world.weights(bad)
     rejected = await world.next_event(WeightsRejected)
@@ -227,7 +57,7 @@ async def test_v5_full_job_is_served_from_base_to_new_weights_and_a_bad_version_
     assert refused.error.code == "version-not-served"
     assert "has 5 bytes" in refused.error.message
     assert versions(await world.sample()) == {1}
-    await world.weights(save_full_version(world.home, 3))
+    await world.weights(world.full(3))
     assert versions(await world.sample(at_least=3)) == {3}
     assert await world.error(exact=1) == "version-not-served"
     assert versions(await world.sample(exact=3)) == {3}
@@ -252,7 +82,7 @@ async def test_v10_every_bad_request_gets_its_own_code_and_harms_nobody(world: W
     assert await world.error(prompts=["text"]) == "bad-request"
     late = await world.send(deadline=time.time() - 1)
     await world.send(body=b"\xff not json")
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(world.deadline_s):
         async for delivery in world.bus.tail(stream="OPENRL_DLQ", subject="openrl.dlq.>"):
             assert delivery.body == b"\xff not json"
             break
@@ -315,7 +145,7 @@ async def test_v9_lora_jobs_come_and_go_each_with_its_own_adapter(world: World) 
         ):
             pass
     process.kill()
-    await _gone(process)
+    await gone(process)
     await world.start(workload, "a2")
     await world.ready("a2")
     assert versions(await world.sample(job="b")) == {1}
@@ -342,20 +172,11 @@ async def test_v12_a_sampler_that_is_told_it_disagrees_with_the_trainer_says_so(
     assert "mean 0.30000, max 0.90000 over 128 tokens, above" in (await world.ready("a1")).detail["agreement"]
     assert await tell(0.01, version=8) == AgreementVerdict(limit=0.02, above=False)
     assert "above" not in (await world.ready("a1")).detail["agreement"]
-    figures = await asyncio.to_thread(_metrics, world.home / "a1.log")
+    figures = await asyncio.to_thread(metrics, world.home / "a1.log")
     assert figures['openrl_sampler_logprob_difference{statistic="mean"}'] == 0.01
     assert figures['openrl_sampler_logprob_difference{statistic="max"}'] == pytest.approx(0.03)
     assert figures["openrl_sampler_logprob_difference_limit"] == 0.02
     assert figures["openrl_sampler_disagreements_total"] == 1
-
-
-def _metrics(log: Path) -> dict[str, float]:
-    """Of the process that wrote this log."""
-    found = re.search(r"health_port=(\d+)", log.read_text())
-    assert found is not None
-    with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/metrics", timeout=5.0) as answer:
-        lines = [line.rpartition(" ") for line in answer.read().decode().splitlines() if not line.startswith("#")]
-    return {name: float(value) for name, _, value in lines}
 
 
 async def test_v11_a_killed_sampler_leaves_its_requests_to_the_next(world: World) -> None:
@@ -366,8 +187,8 @@ async def test_v11_a_killed_sampler_leaves_its_requests_to_the_next(world: World
     name = await world.send(at_least=1)
     await asyncio.sleep(0.3)
     process.kill()
-    await _gone(process)
-    await world.weights(save_full_version(world.home, 1))
+    await gone(process)
+    await world.weights(world.full(1))
     await world.start(workload, "a2")
     assert versions(await world.answer(name)) == {1}
 
@@ -384,7 +205,7 @@ async def test_v11_an_engine_that_hangs_is_left_with_its_process_and_its_request
     waits = await world.send(at_least=1, timeout_s=120.0)
     (world.home / "hang").touch()
     fatal = await world.send(timeout_s=120.0)
-    assert await _gone(first) == 1
+    assert await gone(first) == 1
     log = (world.home / "a1.log").read_text()
     assert "the engine has been at one step for" in log.splitlines()[-1]
     assert "stuck_sampler.py" in log, "the log says where it hangs"
@@ -394,9 +215,9 @@ async def test_v11_an_engine_that_hangs_is_left_with_its_process_and_its_request
     error = (await world.answer(fatal)).error
     assert error is not None
     assert (error.code, "given up the second time" in error.message) == ("engine-failed", True)
-    assert await _gone(second) == 1
+    assert await gone(second) == 1
     (world.home / "hang").unlink()
-    await world.weights(save_full_version(world.home, 1))
+    await world.weights(world.full(1))
     await world.start(workload, "a3")
     await world.ready("a3")
     assert versions(await world.answer(waits)) == {1}
@@ -409,7 +230,7 @@ async def test_v11_an_engine_that_breaks_gives_its_requests_to_the_next(world: W
     await world.ready("a1")
     (world.home / "hang").touch()
     name = await world.send(timeout_s=120.0)
-    assert await _gone(first) == 1
+    assert await gone(first) == 1
     await world.start(workload, "a2")
     assert versions(await world.answer(name)) == {0}
 
@@ -423,8 +244,8 @@ async def test_e17_sigterm_finishes_what_runs_gives_back_the_rest_and_exits_0(wo
     await asyncio.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     assert versions(await world.answer(running)) == {0}
-    assert await _gone(process) == 0
-    await world.weights(save_full_version(world.home, 1))
+    assert await gone(process) == 0
+    await world.weights(world.full(1))
     await world.start(workload, "a2")
     assert versions(await world.answer(waiting)) == {1}
 
@@ -432,7 +253,7 @@ async def test_e17_sigterm_finishes_what_runs_gives_back_the_rest_and_exits_0(wo
 async def test_bad_base_model_ends_the_worker_with_one_clear_line(world: World) -> None:
     workload = await world.workload(JobKind.FFT, ("t.j",), base_model="/nowhere/model")
     process = await world.start(workload, "a1")
-    assert await _gone(process, DEADLINE_S) == 1
+    assert await gone(process, world.deadline_s) == 1
     lines = (world.home / "a1.log").read_text().splitlines()
     assert "base model /nowhere/model has no config.json" in lines[-1]
     assert not any("Traceback" in line for line in lines)

@@ -107,6 +107,26 @@ def test_v1_of_two_that_start_at_once_one_compiles(tmp_path: Path) -> None:
     assert states == ["cold", "warm"]
 
 
+def test_v1_warm_starts_run_side_by_side_and_a_cold_one_waits_for_them(tmp_path: Path) -> None:
+    """V1: what a start reads is not thrown away under it, although a file of it has vanished meanwhile."""
+    cache, states = CompileCache(tmp_path, None, "k"), []
+    start(cache)
+
+    def come_cold() -> None:
+        states.append(start(CompileCache(tmp_path, None, "k")))
+
+    with cache.starting() as first, CompileCache(tmp_path, None, "k").starting() as second:
+        assert (first, second) == ("warm", "warm")
+        (cache.path / "deep" / "artifact").unlink()
+        thread = threading.Thread(target=come_cold)
+        thread.start()
+        thread.join(0.2)
+        assert states == []
+        assert (cache.path / "deep").is_dir()
+    thread.join()
+    assert states == ["cold"]
+
+
 def test_v1_a_shared_directory_that_cannot_be_used_costs_a_cold_start_only(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     cache = CompileCache(tmp_path / "l", tmp_path / "file" / "below", "k")
