@@ -32,13 +32,21 @@ DELAY_S = 1.0
 FULL_PASS_S = 60.0
 _WRITERS = 4
 _PAUSE_PER_WRITE = 9.0
-"""A writer rests for so many times as long as its write took. An idle API server answers in milliseconds and is written
-to some eighty times a second; one that is busy, with whosever requests, is left alone: a burst of thousands is shown a
-little later, and each of them in fewer writes."""
+_PAUSE_MAX_S = 1.0
 _RETRY_S = 2.0
 _OVER = (WorkloadPhase.FINISHED, WorkloadPhase.FAILED)
 KEEP_S = 300.0
 """A workload that is over is shown for so long."""
+
+
+def pause_s(write_s: float) -> float:
+    """How long a writer rests after a write that took ``write_s``: nine times as long, a second at most.
+
+    An idle API server answers in milliseconds and is written to some eighty times a second; one that is busy, with
+    whosever requests, is left alone but for four writes a second: a burst of thousands is shown a little later, and
+    each of them in fewer writes.
+    """
+    return min(_PAUSE_MAX_S, _PAUSE_PER_WRITE * write_s)
 
 
 class _Meta(msgspec.Struct):
@@ -132,7 +140,7 @@ class StatusMirror:
                 log.error("%s %s is not mirrored: %s", *key, error)
             finally:
                 self._busy.discard(key)
-            await asyncio.sleep(_PAUSE_PER_WRITE * (time.monotonic() - began))
+            await asyncio.sleep(pause_s(time.monotonic() - began))
 
     async def _next(self) -> tuple[str, str]:
         while True:
