@@ -55,7 +55,7 @@ def engine(tmp_path: Path) -> VllmEngine:
     path = save_model(tmp_path / "m")
     engine = VllmEngine(VllmOptions(model_path=path, kind=JobKind.FFT))
     engine._engine, engine._num_planned, engine.can_park = Recorder(), 10, True
-    engine._checkpoint = read_checkpoint(path)
+    engine._checkpoint, engine._streamable = read_checkpoint(path), True
     engine._sizes = ModelSizes(parameters=1, weights_bytes=1, largest_tensor_bytes=1, kv_bytes_per_token=1)
     return engine
 
