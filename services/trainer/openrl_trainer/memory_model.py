@@ -3,6 +3,7 @@
     peak = resident                     weights, optimizer, gradients of earlier requests
          + the larger of
              tokens × kept + logits chunk + 3 × largest gradient            the head's backward pass, chunk by chunk
+                                                                            (of some models all logits besides)
              tokens × kept × (1 + 1 / layers) + 2 × largest gradient        a layer's, while the others' values wait
              all gradients + largest gradient                               the end, when they are freed
 
@@ -41,6 +42,11 @@ _RESERVE = 0.1
 """Share of the memory beyond what is resident that is left alone: fragments, workspaces of kernels, attention."""
 _LOGITS_COPIES = 2.5
 """Float32 sizes of a chunk's logits at once in the backward pass: logits, their gradient, that in bfloat16."""
+_CAP_COPIES = 2.0
+"""More of them where the logits are capped: before it and after."""
+_WHOLE_COPIES = 4.0
+"""Sizes of all logits at once, in the model's type, where they cannot come in chunks: those of all positions and those
+that count, and the gradients of both."""
 _LOGITS_SHARE = 0.5
 """A chunk's logits in all copies, over what autograd keeps of a full pass: small budgets get small chunks."""
 _CHUNK_BYTES_MAX = {"cpu": 64 << 20, "cuda": 256 << 20}
@@ -60,6 +66,8 @@ class MemoryModel:
     layers: int
     vocabulary: int
     chunk_bytes_max: int
+    logits_copies: float = _LOGITS_COPIES
+    whole_logits_bytes_per_token: float = 0.0
     gathered_bytes: int = 0
 
     @property
@@ -70,15 +78,16 @@ class MemoryModel:
     def peak_bytes(self, tokens: int) -> int:
         """The most that a forward and backward pass over ``tokens`` holds at once."""
         kept = tokens * self.kept_bytes_per_token
-        chunk = _LOGITS_COPIES * 4 * min(tokens, self.chunk_tokens(tokens)) * self.vocabulary
-        head = kept + chunk + 3 * self.largest_gradient_bytes
+        chunk = self.logits_copies * 4 * min(tokens, self.chunk_tokens(tokens)) * self.vocabulary
+        whole = tokens * self.whole_logits_bytes_per_token
+        head = kept + whole + chunk + 3 * self.largest_gradient_bytes
         layer = kept * (1 + 1 / max(1, self.layers)) + 2 * self.largest_gradient_bytes
         end = self.gradient_bytes + self.largest_gradient_bytes
         return self.resident_bytes + round(max(head, layer, end))
 
     def chunk_tokens(self, token_budget: int) -> int:
         """Tokens whose logits exist at once (R3), for passes of up to ``token_budget`` tokens."""
-        one_copy = token_budget * self.kept_bytes_per_token * _LOGITS_SHARE / _LOGITS_COPIES
+        one_copy = token_budget * self.kept_bytes_per_token * _LOGITS_SHARE / self.logits_copies
         return max(1, int(min(self.chunk_bytes_max, one_copy)) // (4 * self.vocabulary))
 
     def token_budget(self, device_bytes: int) -> int:
@@ -116,6 +125,10 @@ def memory_model(
         layers=base.sizes["layers"],
         vocabulary=base.vocabulary,
         chunk_bytes_max=_CHUNK_BYTES_MAX.get(base.device.type, _CHUNK_BYTES_MAX["cpu"]),
+        logits_copies=_LOGITS_COPIES + (_CAP_COPIES if base.caps_logits else 0.0),
+        whole_logits_bytes_per_token=0.0
+        if base.split_head
+        else _WHOLE_COPIES * base.sizes["value_bytes"] * base.vocabulary,
         gathered_bytes=0 if sharding is None else sharding.gathered_bytes,
     )
 

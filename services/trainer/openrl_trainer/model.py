@@ -87,8 +87,9 @@ class BaseModel:
         model: the transformers model (peft changes its layers in place, the object stays).
         length_max: tokens of the longest sequence it takes.
         vocabulary: number of token ids it knows.
-        split_head: False when decoder and head apart do not give the model's own logits (a model that scales them
-            outside the head); log-probabilities then come from whole logits.
+        caps_logits: the head ends with a soft cap, which takes two more copies of a chunk's logits.
+        split_head: False when decoder and head apart do not give the model's own logits (it does something to them
+            that ``head`` does not know); log-probabilities then come from whole logits.
         score: what a pass calls: ``logprobs``, through FSDP2 where the model is sharded.
         sharding: how it is divided among ranks; None: this process has it whole.
     """
@@ -126,6 +127,7 @@ class BaseModel:
         self._active = ""
         self.score: Callable[[Tensor, Tensor, Tensor, int], Tensor] = self.logprobs
         self.sharding: Sharding | None = None
+        self._finish, self.caps_logits = _finish_of(self.model.config.get_text_config())
         self.split_head = self._probe_head()
 
     # --- forward ------------------------------------------------------------------------------------------------
@@ -137,8 +139,7 @@ class BaseModel:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of decoder outputs; see ``split_head``."""
-        logits: Tensor = self.model.get_output_embeddings()(hidden)
-        return logits
+        return self._finish(self.model.get_output_embeddings()(hidden))
 
     def logits(self, ids: Tensor) -> Tensor:
         """Whole logits [rows, length, vocabulary] as the model itself gives them."""
@@ -148,14 +149,13 @@ class BaseModel:
     def logprobs(self, ids: Tensor, positions: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
         """Log-probabilities [tokens] of ``targets`` at the flat ``positions`` of ``ids`` (batch.py), in float32."""
         if not self.split_head:
-            logits = self.logits(ids).flatten(0, 1).index_select(0, positions).float()
-            chosen: Tensor = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(dim=-1)
-            return chosen
+            logits = self.logits(ids).flatten(0, 1).index_select(0, positions)
+            return chunked_logprobs(logits, targets, lambda rows: rows, chunk_tokens)
         hidden = self.hidden(ids).flatten(0, 1).index_select(0, positions)
         return chunked_logprobs(hidden, targets, self.head, chunk_tokens)
 
     def _probe_head(self) -> bool:
-        """Whether head(hidden) equals the model's own logits (Gemma 2 caps them, Granite and Cohere scale them)."""
+        """Whether head(hidden) equals the model's own logits."""
         count = min(_PROBE_TOKENS, self.vocabulary, self.length_max)
         ids = torch.arange(count, device=self.device).unsqueeze(0)
         with torch.no_grad():
@@ -315,6 +315,23 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed % (1 << 63))
         yield
+
+
+def _finish_of(config: Any) -> tuple[Callable[[Tensor], Tensor], bool]:
+    """What a model does to the logits of its head, by its configuration, and whether that is a soft cap.
+
+    Gemma 2: cap · tanh(logits / cap); Granite divides them, Cohere multiplies them.
+    """
+    cap = getattr(config, "final_logit_softcapping", None)
+    if cap:
+        return lambda logits: (logits / cap).tanh() * cap, True
+    divisor = getattr(config, "logits_scaling", None)
+    if divisor:
+        return lambda logits: logits / divisor, False
+    factor = getattr(config, "logit_scale", None)
+    if isinstance(factor, float):
+        return lambda logits: logits * factor, False
+    return lambda logits: logits, False
 
 
 def _linear_names(model: Any) -> list[str]:

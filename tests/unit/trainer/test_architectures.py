@@ -19,9 +19,13 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
          "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": LENGTH_MAX}  # fmt: skip
 CONFIGS = {
     "gemma2-capped-logits": (
-        transformers.Gemma2Config(vocab_size=VOCABULARY, final_logit_softcapping=2.0, **SHAPE), False
+        transformers.Gemma2Config(vocab_size=VOCABULARY, final_logit_softcapping=2.0, **SHAPE), True
     ),
-    "granite-scaled-logits": (transformers.GraniteConfig(vocab_size=VOCABULARY, logits_scaling=4.0, **SHAPE), False),
+    "granite-scaled-logits": (transformers.GraniteConfig(vocab_size=VOCABULARY, logits_scaling=4.0, **SHAPE), True),
+    "cohere-scaled-logits": (transformers.CohereConfig(vocab_size=VOCABULARY, logit_scale=0.25, **SHAPE), True),
+    "hyperclovax-scaled-otherwise": (
+        transformers.HyperCLOVAXConfig(vocab_size=VOCABULARY, logits_scaling=4.0, **SHAPE), False
+    ),
     "gpt2-conv1d-dropout": (
         transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH_MAX, n_embd=32, n_layer=2, n_head=4), True
     ),
@@ -31,7 +35,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("lora", [None, LoraSpec(rank=2)], ids=["fft", "lora"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_forward_is_the_models_own_and_training_moves_it(
+def test_forward_is_the_models_own_and_training_moves_it_R3(
     new_base: Callable[..., BaseModel], new_engine: Callable[..., TrainEngine], tmp_path: Path, name: str,
     lora: LoraSpec | None,
 ) -> None:  # fmt: skip
