@@ -50,4 +50,6 @@ REGRESSIONS: dict[int, str] = {
     503902: "a claim that an old limit had refused came back to the same look, and a later waiter got it (W1, S7)",
     406214: "host memory of a node was promised once for each of its claims, and a later waiter got it (W1)",
     406098: "the only record of a LoRA runtime was overwritten when its ended job's name was submitted again (P12)",
+    606594: "an end of which only the job's record was written before a kill was never gone on with (E6)",
+    608999: "a LoRA runtime whose job was replaced before any record carried it had a seat and no record (P12)",
 }

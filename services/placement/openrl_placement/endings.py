@@ -37,13 +37,19 @@ def close_job(state: State, job: JobRecord, outcome: JobPhase, now: float, fx: E
 
 
 def fail_job(state: State, job: JobRecord, code: str, message: str, now: float, fx: Effects) -> None:
-    """The job cannot go on: tell its client why, then release what it holds."""
-    if job.phase.ended or job.phase is JobPhase.FINISHING:
-        return
-    job = msgspec.structs.replace(job, phase=JobPhase.FINISHING, outcome=JobPhase.FAILED, reason=code, message=message)
-    state.put_job(job)
-    fx.jobs[job_key(job)] = None
-    fx.events.append(failed_event(job))
+    """The job cannot go on: tell its client why, then release what it holds.
+
+    Of one that ends already everything is said again: its record may have been written by a process that was killed
+    before it said the rest (E6).
+    """
+    if not job.phase.ended and job.phase is not JobPhase.FINISHING:
+        job = msgspec.structs.replace(
+            job, phase=JobPhase.FINISHING, outcome=JobPhase.FAILED, reason=code, message=message
+        )
+        state.put_job(job)
+        fx.jobs[job_key(job)] = None
+    if job.outcome is JobPhase.FAILED:
+        fx.events.append(failed_event(job))
     close_job(state, job, JobPhase.FAILED, now, fx)
 
 

@@ -245,6 +245,7 @@ def _admit(state: State, submission: Submission, shapes: Estimates, now: float, 
         for workload in workloads:
             if not waits(workload):  # the job's record has it; who waits is found under the workload's own key
                 fx.workloads.pop(workload.workload, None)
+                fx.carried[workload.workload] = key
         return
     _put_new(state, record)
     for workload in state.pair(record):

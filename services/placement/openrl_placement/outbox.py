@@ -66,6 +66,7 @@ class Outbox:
                 [self._write(self._bus.store.workloads, key, self._state.workloads) for key in effects.workloads]
             )
             await self._all([self._write_job(key) for key in effects.jobs])
+            await self._all([self._write_uncarried(workload, job) for workload, job in effects.carried.items()])
             unique = {event.message_id: event for event in effects.events}
             await self._all([self._publish(event) for event in unique.values()])
         except BaseException:
@@ -115,6 +116,12 @@ class Outbox:
                 elif await self._written(self._bus.store.jobs, key, self._state.jobs):
                     self._note_carried(key, record)
                     return
+
+    async def _write_uncarried(self, workload: str, job: str) -> None:
+        """Its job may have been replaced since, before any record that carries this workload was written."""
+        _, carried = self._carried.get(job, (0, ()))
+        if workload not in carried:
+            await self._write(self._bus.store.workloads, workload, self._state.workloads)
 
     async def _written(self, bucket: Bucket[T], key: str, records: dict[str, T]) -> bool:
         """Write the record as it stands now (not as it stood at the decision): nothing older can replace it.

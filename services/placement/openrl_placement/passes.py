@@ -16,7 +16,7 @@ from openrl_common.names import short_workload
 from openrl_common.quantities import format_seconds
 from openrl_common.records import ClaimState, JobPhase, Reason, SeatState, WorkloadPhase, WorkloadRecord
 from openrl_placement.core import booked, claim_changed, fail_impossible, ready_is_due, seat_is_over, seat_lost
-from openrl_placement.endings import drop_stray, end_if_gone, fail_workload, gone, release, runtime_idle
+from openrl_placement.endings import drop_stray, end_if_gone, fail_job, fail_workload, gone, release, runtime_idle
 from openrl_placement.pairs import give_way
 from openrl_placement.state import Effects, State, alive, placed, release_request, waits
 from openrl_placement.waiting import ask, join_line, repeat_request, settle, wake_seatless
@@ -95,7 +95,9 @@ class Pass:
         self._seen = seen
         fx = Effects()
         for key, job in list(state.jobs.items()):
-            if job.phase is JobPhase.FINISHING:
+            if job.phase is JobPhase.FINISHING and any(alive(record) for record in state.pair(job)):
+                fail_job(state, job, job.reason, job.message, now, fx)  # whoever began it was killed before the rest
+            elif job.phase is JobPhase.FINISHING:
                 end_if_gone(state, key, now, fx)
         yield fx
         yield from _refresh_reasons(state, now)

@@ -62,6 +62,8 @@ class Effects:
 
     jobs: dict[str, None] = field(default_factory=dict)
     workloads: dict[str, None] = field(default_factory=dict)
+    carried: dict[str, str] = field(default_factory=dict)
+    """Workload → the job whose record carries it: it is written by itself only where that record does not any more."""
     events: list[Event] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -70,6 +72,7 @@ class Effects:
     def add(self, other: Effects) -> None:
         self.jobs.update(other.jobs)
         self.workloads.update(other.workloads)
+        self.carried.update(other.carried)
         self.events.extend(other.events)
 
 

@@ -256,6 +256,30 @@ def test_a_cancellation_that_overtakes_its_submission_still_counts() -> None:
     assert it.state.jobs["default.a"].outcome is JobPhase.CANCELLED
 
 
+@pytest.mark.parametrize("by", ["the same event again", "the repairing pass"])
+def test_E6_an_end_of_which_only_the_jobs_record_was_written_goes_on_after_a_restart(by: str) -> None:
+    """Placement was killed after that write: nobody has been told, and both workloads have their seats."""
+    it = desk()
+    it.submit("a")
+    it.book_all()
+    ending = msgspec.structs.replace(
+        it.state.jobs["default.a"], phase=JobPhase.FINISHING, outcome=JobPhase.FAILED, reason="worker-failed"
+    )
+    it.state.put_job(ending)
+    if by == "the repairing pass":
+        it.repair()
+    else:
+        record = it.workload(TRAINER)
+        it.event(
+            WorkerExited(
+                tenant="default", workload=TRAINER, assignment=record.assignment, claim=record.claim, exit_code=3
+            )
+        )
+    assert it.take(JobFailed)[0].code == "worker-failed"
+    it.release_all()
+    assert {ended.outcome for ended in it.take(JobEnded)} == {"Failed"}
+
+
 def test_a_worker_that_will_not_restart_fails_its_job_and_releases_everything() -> None:
     it = desk()
     it.submit("a")

@@ -13,14 +13,16 @@ import pytest
 
 from openrl_common.duty import Duty
 from openrl_common.errors import Transient
-from openrl_common.events import JobCancelled, JobFinished, SeatRequested, WorkerExited
+from openrl_common.events import JobCancelled, JobFinished, JobSubmitted, SeatRequested, WorkerExited
 from openrl_common.memory import MemoryBus
 from openrl_common.memory_server import MemoryServer, Network
+from openrl_common.records import JobKind, JobSpec
 from openrl_common.settlement import Delivery
+from openrl_placement import jobs
 from openrl_placement.outbox import Outbox
 from openrl_placement.service import Placement, PlacementSettings
 from openrl_placement.state import Effects
-from unit.placement.desk import Desk, node
+from unit.placement.desk import SMALL, Desk, node
 
 TRAINER = "default--a--trainer"
 
@@ -144,4 +146,19 @@ async def test_P12_a_runtime_that_only_its_jobs_record_has_is_written_before_tha
     standing = await bus.store.jobs.get("default.a")
     assert standing is not None
     assert standing.value.submission == "s2"
+    assert await bus.store.workloads.get(runtime) is not None
+
+
+async def test_P12_a_runtime_is_written_although_its_job_was_replaced_before_any_record_of_it_was() -> None:
+    bus = MemoryBus(MemoryServer())
+    placement, it = placement_on(bus)
+    it.node(node())
+    spec = JobSpec(name="a", kind=JobKind.LORA, base_model="/models/m")
+    submission = jobs.Submission(JobSubmitted(tenant="default", job="a", submission="s1", spec=spec), 1, it.now)
+    admitted = jobs.submitted(it.state, submission, SMALL, it.constants, it.now)
+    runtime = it.state.jobs["default.a"].trainer
+    it.finish("a", "s1")
+    it.submit("a", "fft", submission="s2", sequence=2)
+    assert it.state.jobs["default.a"].submission == "s2"
+    await placement._outbox.carry_out(admitted)
     assert await bus.store.workloads.get(runtime) is not None
