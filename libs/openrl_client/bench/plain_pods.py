@@ -17,7 +17,7 @@ Body = Literal["bare", "full"]
 _TEMPLATE = "one-device"
 _ENVIRONMENT = {
     "OPEN_RL_WORKLOAD": "bench--j1--trainer", "OPEN_RL_ASSIGNMENT": "0123456789ab", "OPEN_RL_HOME": "/var/lib/openrl",
-    "OPEN_RL_HEALTH_HOST": "0.0.0.0",
+    "OPEN_RL_HEALTH_HOST": "0.0.0.0", "OPEN_RL_CLAIM": "c-0123456789ab", "OPEN_RL_OWNER": "bench.j1",
     "OPEN_RL_NATS_URL": "nats://127.0.0.1:4222", "OPEN_RL_DEVICE_BYTES": "32212254720",
     "OPEN_RL_HEALTH_PORT": "8080", "OPEN_RL_START_GATE_WAIT": "15m", "HOME": "/tmp", "PYTHONUNBUFFERED": "1",
 }  # fmt: skip

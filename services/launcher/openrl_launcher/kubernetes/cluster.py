@@ -24,15 +24,15 @@ from openrl_common.errors import Rejected, Transient
 from openrl_common.events import FenceRequested
 from openrl_common.health import Check, check
 from openrl_common.identity import LedgerIdentity
-from openrl_common.records import ClaimEntry, ClaimRecord, CutRecord, CutState, SeatRecord, SeatState
+from openrl_common.records import ClaimRecord, CutState, SeatRecord
 from openrl_common.store import Entry, Mirror
-from openrl_launcher.backend import Launch
-from openrl_launcher.core import Forget, Free, SayAllocated, SayFreed, SayGone, Start, Stop, Unschedulable
+from openrl_launcher.core import Forget, SayGone, Start, Stop
 from openrl_launcher.kubernetes import core
-from openrl_launcher.kubernetes.api import Forbidden, KubeApi, Refused
+from openrl_launcher.kubernetes.api import KubeApi, Refused
+from openrl_launcher.kubernetes.claim_looks import ClaimLooks, Known
 from openrl_launcher.kubernetes.claims import ClusterClaims
-from openrl_launcher.kubernetes.inventory import Inventory, node_name, node_token
-from openrl_launcher.kubernetes.manifests import ASSIGNMENT, CLAIM, PodPlan, read_template
+from openrl_launcher.kubernetes.inventory import Inventory
+from openrl_launcher.kubernetes.manifests import ASSIGNMENT, CLAIM, read_template
 from openrl_launcher.kubernetes.mirror import StatusMirror
 from openrl_launcher.kubernetes.node_reports import NodeReports
 from openrl_launcher.kubernetes.objects import Node, Pod, ResourceClaim, ResourceSlice
@@ -68,7 +68,11 @@ class ClusterLauncher:
             bus, api, settings, clock=time.monotonic, mark=self._mark_claim, identity=self._identity
         )
         self.pods = PodBackend(
-            api, settings, template=read_template(settings.pod_template), spawn=self._spawn, plan=self._plan
+            api,
+            settings,
+            template=read_template(settings.pod_template),
+            spawn=self._spawn,
+            plan=lambda launch: self._looks.plan(launch),
         )
         self.workers = ClusterWorkers(
             bus,
@@ -87,11 +91,10 @@ class ClusterLauncher:
             silent_s=self.nodes.silent_s,
         )
         self.mirror = StatusMirror(bus, api, settings)
-        self._seats: dict[str, SeatRecord] = {}
-        self._records: dict[str, ClaimRecord] = {}
-        self._entries: dict[str, tuple[str, ClaimEntry]] = {}
-        self._resources: dict[str, ResourceClaim] = {}
-        self._not_pinned: set[str] = set()
+        self._known = Known()
+        self._looks = ClaimLooks(
+            self._known, settings, inventory=self.inventory, claims=self.claims, pods=self.pods, workers=self.workers
+        )
         self._dirty_claims: set[str] = set()
         self._dirty_workloads: set[str] = set()
         self._looking: set[str] = set()
@@ -209,31 +212,20 @@ class ClusterLauncher:
         self._wake()
 
     def _mark_all(self) -> None:
-        self._dirty_claims.update(self._records, self.claims.cuts, self._resources, self.pods.claims)
-        self._dirty_workloads.update(self._seats, self.workers.workloads)
+        self._dirty_claims.update(self._known.records, self.claims.cuts, self._known.resources, self.pods.claims)
+        self._dirty_workloads.update(self._known.seats, self.workers.workloads)
         self._wake()
 
     def _on_seat(self, workload: str, entry: Entry[SeatRecord] | None) -> None:
-        if entry is None or entry.value.state is SeatState.EMPTY:
-            self._seats.pop(workload, None)
-        else:
-            self._seats[workload] = entry.value
+        self._known.set_seat(workload, None if entry is None else entry.value)
         self._mark(workload, "")
 
     def _on_claim(self, claim: str, entry: Entry[ClaimRecord] | None) -> None:
-        before = self._records.pop(claim, None)
-        if before is not None:
-            for assignment, listed in before.entries.items():
-                self._entries.pop(assignment, None)
-                self._dirty_workloads.add(listed.workload)
-        if entry is not None:
-            self._records[claim] = entry.value
-            for assignment, listed in entry.value.entries.items():
-                self._entries[assignment] = (claim, listed)
-                self._dirty_workloads.add(listed.workload)
+        record = None if entry is None else entry.value
+        self._dirty_workloads |= self._known.set_record(claim, record)
         self._mark_claim(claim)
         if self._settings.mirror:
-            self.mirror.note_claim(claim, None if entry is None else entry.value)
+            self.mirror.note_claim(claim, record)
 
     def _on_node(self, name: str, node: Node | None) -> None:
         self.inventory.set_node(name, node)
@@ -243,13 +235,7 @@ class ClusterLauncher:
     def _on_resource(self, key: str, resource: ResourceClaim | None) -> None:
         self.inventory.set_claim(key, resource)
         namespace, _, claim = key.partition("/")
-        if namespace != self._settings.namespace:
-            return
-        if resource is None:
-            if self._resources.pop(claim, None) is not None:
-                self._mark_claim(claim)
-        elif resource.metadata.labels.get(CLAIM) == claim:
-            self._resources[claim] = resource
+        if namespace == self._settings.namespace and self._known.set_resource(claim, resource):
             self._mark_claim(claim)
 
     def _on_pod(self, key: str, pod: Pod | None) -> None:
@@ -293,7 +279,7 @@ class ClusterLauncher:
             for claim in claims:
                 if claim in self._looking:
                     self._dirty_claims.add(claim)
-                elif core.decide_claim(self._view(claim)):  # decided once more when it is this one's turn
+                elif self._looks.decide(claim):  # decided once more when it is this one's turn
                     self._looking.add(claim)
                     self._spawn(self._look_at_claim(claim))
             await asyncio.sleep(_GAP_S)
@@ -313,8 +299,8 @@ class ClusterLauncher:
 
     def _look_at_workers(self, workloads: set[str]) -> None:
         for workload in workloads:
-            seat = self._seats.get(workload, SeatRecord())
-            record = self._records.get(seat.claim)
+            seat = self._known.seats.get(workload, SeatRecord())
+            record = self._known.records.get(seat.claim)
             for action in core.decide_worker(
                 workload, seat, record, self.workers.of_workload(workload), time.monotonic()
             ):
@@ -339,8 +325,7 @@ class ClusterLauncher:
     async def _look_at_claim(self, claim: str) -> None:
         try:
             async with self._at_once:
-                for action in core.decide_claim(self._view(claim)):
-                    await self._carry_out(action)
+                await self._looks.look(claim)
         except Transient as error:
             log.warning("claim %s: %s; trying again", claim, error)
             asyncio.get_running_loop().call_later(_RETRY_S, self._mark_claim, claim)
@@ -350,92 +335,3 @@ class ClusterLauncher:
             self._looking.discard(claim)
             if claim in self._dirty_claims:
                 self._wake()
-
-    def _view(self, claim: str) -> core.ClaimView:
-        resource = self._resources.get(claim)
-        record = self._records.get(claim)
-        return core.ClaimView(
-            claim=claim,
-            record=record,
-            cut=self.claims.cuts.get(claim),
-            resource=resource,
-            pods=self.pods.pods_of(claim),
-            workers=self.workers.of_claim(claim),
-            allocated_node=self._node_of(resource),
-        )
-
-    def _node_of(self, resource: ResourceClaim | None) -> str:
-        for each in () if resource is None else resource.results:
-            if name := self.inventory.node_of(each.pool, each.device):
-                return node_token(name)
-        return ""
-
-    async def _carry_out(self, action: core.ClaimAction) -> None:
-        match action:
-            case core.Request():
-                await self._request(action)
-            case core.Unpin():
-                self._not_pinned.add(action.claim)
-                self.inventory.unpin(action.claim)
-                log.info("claim %s is not pinned any more: %s", action.claim, action.pod.unschedulable)
-                self.pods.delete(action.pod)
-            case core.Allocate():
-                self.inventory.unpin(action.claim)
-                self._not_pinned.discard(action.claim)
-                await self.claims.allocated(action.claim, self._cut(action))
-            case core.DeletePod():
-                self.pods.delete(action.pod)
-            case core.DeleteClaim():
-                await self.claims.delete(action.resource)
-            case Free():
-                self.inventory.unpin(action.claim)
-                self._not_pinned.discard(action.claim)
-                await self.claims.free(action.claim)
-            case SayAllocated():
-                await self.claims.say_allocated(action.claim)
-            case SayFreed():
-                await self.claims.say_freed(action.claim)
-            case Unschedulable():
-                await self.claims.say_unschedulable(action)
-            case Stop():
-                self.workers.stop(action)
-
-    async def _request(self, action: core.Request) -> None:
-        """The claim first: a pod whose claim is not there is looked at twice by the scheduler."""
-        record = self._records[action.claim]
-        entry = record.entries[action.assignment]
-        try:
-            if action.claim not in self._resources:
-                self._resources[action.claim] = await self.claims.request(action.claim, record.tiers)
-            pinned = ""
-            avoid = tuple(sorted(node_name(each.node) for each in record.avoid if each.until > time.time()))
-            if self._settings.pin and action.claim not in self._not_pinned:
-                self.inventory.unpin(action.claim)
-                pinned = self.inventory.pin(
-                    action.claim, record.tiers, role=entry.role, host_bytes=entry.host_bytes, avoid=avoid
-                )
-            plan = PodPlan(action.assignment, action.claim, entry, record.tiers, pinned=pinned, avoid=avoid)
-            await self.pods.ensure(plan)
-        except (Refused, Forbidden) as error:
-            log.error("claim %s: %s", action.claim, error)
-            await self.claims.say_unschedulable(
-                Unschedulable(action.claim, action.assignment, entry.workload, entry.tenant, str(error))
-            )
-
-    def _cut(self, action: core.Allocate) -> CutRecord:
-        results = [each for each in self._resources[action.claim].results if each.driver == self._settings.driver]
-        sizes = [self.inventory.device_bytes(each.pool, each.device) for each in results]
-        return CutRecord(
-            state=CutState.ALLOCATED,
-            node=node_token(action.node),
-            devices=tuple(each.device for each in results),
-            device_bytes=min(sizes, default=0),
-            tier=results[0].request.partition("/")[2].removeprefix("t") if results else "",
-        )
-
-    def _plan(self, launch: Launch) -> PodPlan:
-        """A worker on an allocated claim: its node is known, so the first try needs no scheduler (K11)."""
-        claim, entry = self._entries[launch.assignment]
-        record = self._records[claim]
-        node = node_name(record.node) if self._settings.pin and not self.workers.failed(launch.assignment) else ""
-        return PodPlan(launch.assignment, claim, entry, record.tiers, node=node)

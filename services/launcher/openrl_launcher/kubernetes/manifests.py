@@ -233,6 +233,8 @@ def _environment(plan: PodPlan, settings: KubernetesSettings) -> list[dict[str, 
     values = {
         "OPEN_RL_WORKLOAD": plan.entry.workload,
         "OPEN_RL_ASSIGNMENT": plan.assignment,
+        "OPEN_RL_CLAIM": plan.claim,  # for whoever looks into the pod (K3); the worker takes it from its seat
+        "OPEN_RL_OWNER": plan.entry.owner,
         "OPEN_RL_DEVICE_BYTES": str(plan.entry.device_bytes),
         "OPEN_RL_NATS_URL": settings.worker_nats_url or settings.nats_url,
         "OPEN_RL_HOME": HOME,

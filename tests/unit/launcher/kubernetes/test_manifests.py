@@ -72,6 +72,10 @@ def test_K3_the_pod_is_tight_and_its_memory_is_what_its_seat_declares() -> None:
     assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] >= 1800
     environment = {each["name"]: each.get("value") for each in container["env"]}
     assert environment["OPEN_RL_ASSIGNMENT"] == "a-1"
+    assert (environment["OPEN_RL_CLAIM"], environment["OPEN_RL_OWNER"]) == ("c-1", "team/job")
+    assert made["metadata"]["labels"]["openrl.io/claim"] == "c-1"
+    assert made["metadata"]["labels"]["openrl.io/assignment"] == "a-1"
+    assert made["metadata"]["annotations"]["openrl.io/owner"] == "team/job"
     assert environment["OPEN_RL_NATS_URL"] == "nats://nats:4222"
     assert "affinity" in spec
 
