@@ -57,7 +57,7 @@ from openrl_placement.state import (
     with_reason,
     without_reason,
 )
-from openrl_placement.waiting import ask, join_line, note_refusals, settle, wake_claim, wake_seatless
+from openrl_placement.waiting import ask, found_anew, join_line, note_refusals, settle, wake_claim, wake_seatless
 
 SWEEP_AFTER_S = 5.0
 """Nodes of one fleet come in one after the other: only after this is an early submission called impossible."""
@@ -145,7 +145,6 @@ def _refused(state: State, event: SeatRefused, now: float, fx: Effects) -> None:
         return
     note_refusals(state, event.workload, list(event.refusals), now)
     if event.code == "closed":
-        settle(state, event.workload, now, fx)
         message = f"the ledger has closed this submission of {short_workload(event.workload)}: submit the job again"
         fail_workload(state, record, "closed", message, now, fx)
     elif event.code == "started":
@@ -208,6 +207,7 @@ def seat_lost(state: State, record: WorkloadRecord, now: float, fx: Effects) -> 
     state.put_workload(record)
     fx.workloads[record.workload] = None
     settle(state, record.workload, now, fx)
+    record = state.workloads[record.workload]  # what it had been promised may have been offered to itself
     if was_placed:
         record = with_reason(record, Reason.RETRYING, "its seat was lost: asking for another", now)
         state.put_workload(record)
@@ -310,11 +310,14 @@ def claim_changed(state: State, claim: str, record: ClaimRecord | None, now: flo
 def node_changed(state: State, node: str, record: NodeRecord | None, now: float) -> Effects:
     """A node joined or changed: its claims, and those who hold no claim, are looked at again (W2, W4)."""
     fx = Effects()
-    was_known = state.fleet.known
+    was_known, kinds = state.fleet.known, state.fleet.kinds
     if not state.fleet.set_node(node, record) or not len(state.line):
         return fx
     if not was_known:
         state.sweep_at = now + SWEEP_AFTER_S
+    if state.fleet.kinds - kinds:
+        for workload in state.line.waiting(lambda group: not group.seatless):
+            found_anew(state, state.workloads[workload], now, fx)
     for claim in state.fleet.claims_on(node):
         wake_claim(state, claim, now, fx)
     wake_seatless(state, now, fx)

@@ -165,7 +165,9 @@ def _detach(state: State, pair: list[WorkloadRecord], key: str, now: float, fx: 
         if key in record.jobs:
             left = tuple(each for each in record.jobs if each != key)
             idle = now if not left and alive(record) else None
-            state.put_workload(msgspec.structs.replace(record, jobs=left, idle_since=idle))
+            urgent = [state.jobs[each].spec.priority for each in left if each in state.jobs]
+            priority = max(urgent, default=record.priority)
+            state.put_workload(msgspec.structs.replace(record, jobs=left, idle_since=idle, priority=priority))
             fx.workloads[record.workload] = None
     pair = [state.workloads[record.workload] for record in pair]
     if pair and not any(record.jobs for record in pair) and not all(placed(record) for record in pair):

@@ -345,6 +345,11 @@ class Fleet:
         """At least one node that counts (P1): before that nothing is called impossible."""
         return bool(self._kinds)
 
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """What the nodes that count are like."""
+        return frozenset(self._kinds)
+
     def tiers(self, shape: Shape) -> tuple[Tier, ...]:
         """P9: every catalogue shape that fits, tightest first, as floors in exact bytes and ceilings in whole GiB.
 

@@ -250,7 +250,9 @@ def _admit(state: State, submission: Submission, shapes: Estimates, now: float, 
     _put_new(state, record)
     for workload in state.pair(record):
         if key not in workload.jobs:
-            state.put_workload(msgspec.structs.replace(workload, jobs=(*workload.jobs, key), idle_since=None))
+            urgent = max(workload.priority, spec.priority)
+            joined = msgspec.structs.replace(workload, jobs=(*workload.jobs, key), idle_since=None, priority=urgent)
+            state.put_workload(joined)
         fx.workloads[workload.workload] = None
     job_ready(state, state.workloads[record.trainer], now, fx)
 

@@ -146,8 +146,12 @@ class Line:
         return self._promised_bytes[node]
 
     def went_without(self, node: str) -> None:
-        """Somebody was passed over because this node's memory is promised: told when some of it is given back."""
+        """A waiter was passed over because this node's memory is promised: told when some of it is given back."""
         self._short.add(node)
+
+    def is_short(self, node: str) -> bool:
+        """Does a waiter go without this node's memory? What is left of it may be what that one is going to need."""
+        return node in self._short
 
 
 def _take(counts: Counter[str], amounts: dict[str, int]) -> None:

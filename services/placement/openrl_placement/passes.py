@@ -12,14 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
+import msgspec
+
 from openrl_common.names import short_workload
 from openrl_common.quantities import format_seconds
 from openrl_common.records import ClaimState, JobPhase, Reason, SeatState, WorkloadPhase, WorkloadRecord
 from openrl_placement.core import booked, claim_changed, fail_impossible, ready_is_due, seat_is_over, seat_lost
 from openrl_placement.endings import drop_stray, end_if_gone, fail_job, fail_workload, gone, release, runtime_idle
 from openrl_placement.pairs import give_way
-from openrl_placement.state import Effects, State, alive, placed, release_request, waits
-from openrl_placement.waiting import ask, join_line, repeat_request, settle, wake_seatless
+from openrl_placement.state import Effects, State, alive, job_key, placed, release_request, waits
+from openrl_placement.waiting import ask, found_anew, join_line, repeat_request, settle, wake_seatless
 from openrl_placement.wedge import give_up, is_wedged
 
 UNANSWERED_S = 10.0
@@ -41,6 +43,8 @@ def tick(state: State, now: float) -> Effects:
     while state.idle and state.idle[0][0] + state.policy.lora_idle_s <= now:
         _, workload = state.idle[0]
         runtime_idle(state, state.workloads[workload], now, fx)
+    if state.seatless_left:
+        wake_seatless(state, now, fx)
     while state.ended and state.ended[0][0] + state.policy.keep_ended_s <= now:
         _, key = state.ended[0]
         _forget(state, key, fx)
@@ -48,7 +52,10 @@ def tick(state: State, now: float) -> Effects:
 
 
 def _deadline_passed(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
-    """W3: state is read once more, an allocation wins; otherwise the workload fails with its last reason."""
+    """W3: state is read once more, an allocation wins; otherwise the workload fails with its last reason.
+
+    A LoRA job that came to a runtime which waited already has its time too: only those fail that had theirs.
+    """
     claim = state.fleet.claims.get(record.claim)
     if claim is not None and claim.state is ClaimState.ALLOCATED and record.assignment in claim.entries:
         fx.add(claim_changed(state, record.claim, claim, now))
@@ -57,7 +64,16 @@ def _deadline_passed(state: State, record: WorkloadRecord, now: float, fx: Effec
     timeout = format_seconds(state.policy.placement_timeout_s)
     last = f": {record.reason}, {record.message}" if record.reason is not None else ""
     message = f"{short_workload(record.workload)} was not placed within {timeout} (--placement-timeout){last}"
-    fail_workload(state, record, "placement-timeout", message, now, fx)
+    deadlines = {job_key(job): job.submitted_at + state.policy.placement_timeout_s for job in state.jobs_of(record)}
+    later = [deadline for deadline in deadlines.values() if deadline > now]
+    if not later:
+        fail_workload(state, record, "placement-timeout", message, now, fx)
+        return
+    for key, deadline in deadlines.items():
+        if deadline <= now:
+            fail_job(state, state.jobs[key], "placement-timeout", message, now, fx)
+    state.put_workload(msgspec.structs.replace(state.workloads[record.workload], deadline=min(later)))
+    fx.workloads[record.workload] = None
 
 
 def _forget(state: State, key: str, fx: Effects) -> None:
@@ -158,6 +174,7 @@ def _look_again(state: State, record: WorkloadRecord, now: float, fx: Effects) -
         why = "its claim is quarantined and its worker does not run"
         fx.events.append(release_request(record, close=False, why=why))
         return
+    found_anew(state, state.workloads[record.workload], now, fx)
     ready_is_due(state, state.workloads[record.workload], now, fx)
     if is_wedged(state, state.workloads[record.workload], now):
         give_up(state, state.workloads[record.workload], now, fx)
@@ -177,10 +194,11 @@ def _look_again(state: State, record: WorkloadRecord, now: float, fx: Effects) -
 def _unanswered(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
     seat = state.seats.get(record.workload)
     if record.phase not in (WorkloadPhase.SUBMITTED, WorkloadPhase.PENDING):
-        state.requested_at.pop(record.workload, None)
+        settle(state, record.workload, now, fx)
     elif seat is not None and seat.incarnation == record.incarnation and seat.attempt >= record.attempt:
         settle(state, record.workload, now, fx)  # it was booked and released again, and both answers were missed
-        ask(state, record, now, fx)
+        if not state.line.busy(record.workload):
+            ask(state, state.workloads[record.workload], now, fx)
     else:
         repeat_request(state, record, now, fx)
 

@@ -109,6 +109,8 @@ class State:
         self.pulling: dict[str, WorkerRecord] = {}
         self.requested_at: dict[str, float] = {}
         self.sweep_at: float | None = None
+        self.seatless_left = False
+        """The last wake-up of waiters without any claim asked for as many as one may: there are more."""
         self.refused_at: defaultdict[str, dict[str, tuple[tuple[int, int], float]]] = defaultdict(dict)
         """Claims that refused a workload: how often each had changed by then (``Fleet.changes``), and when."""
         self._released: OrderedDict[str, None] = OrderedDict()

@@ -17,14 +17,14 @@ from openrl_common.events import SeatRequested
 from openrl_common.records import ClaimState, WorkloadPhase, WorkloadRecord
 from openrl_placement.fleet import CANDIDATES_MAX, Need
 from openrl_placement.line import Group, Promise
-from openrl_placement.state import Effects, State, alive, need, order, waits, with_reason
+from openrl_placement.state import Effects, State, alive, need, order, release_request, waits, with_reason
 from openrl_placement.wedge import nodes_avoided
 
 PROMISES_MAX = 16
 """Requests under way for one claim that has no seat limit."""
 REFUSED_S = 60.0
 SEATLESS_MAX = 64
-"""Waiters without any claim that one wake-up asks for."""
+"""Waiters without any claim that one wake-up asks for; those after them are asked for a tick later."""
 
 
 def ask(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
@@ -33,13 +33,12 @@ def ask(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
     ``binpack`` names every candidate and may found; ``spread`` founds first and shares only from the line (P8). When
     nothing in the fleet could take it now or be founded for it, it joins the line instead.
     """
-    wanted = need(record, now)
     tiers = state.fleet.tiers(record.shape)
-    candidates: list[str] = []
+    candidates: tuple[str, ...] = ()
     if state.policy.strategy == "binpack" or not tiers or waits(record):
-        candidates = state.fleet.candidates(wanted, left_out=_promised_away(state, wanted), aimed=state.line.aimed)
+        candidates = _candidates(state, record, now)
     if candidates or tiers:
-        _request(state, record, tuple(candidates), now, fx)
+        _request(state, record, candidates, now, fx)
     else:
         join_line(state, record, now, fx)
 
@@ -88,13 +87,11 @@ def wake_claim(state: State, claim: str, now: float, fx: Effects) -> None:
             continue
         waiter = state.workloads[workload]
         wanted = need(waiter, now)
-        if state.fleet.refusal(claim, wanted) or not _memory_is_left(state, claim, wanted):
+        if state.fleet.refusal(claim, wanted):
             continue
-        candidates = [
-            each
-            for each in state.fleet.candidates(wanted, left_out=_promised_away(state, wanted), aimed=state.line.aimed)
-            if not _was_refused(state, workload, each, now)
-        ]
+        if not _memory_is_left(state, claim, workload, wanted):
+            return
+        candidates = [each for each in _candidates(state, waiter, now) if not _was_refused(state, workload, each, now)]
         if claim not in candidates:
             candidates = [*candidates[: CANDIDATES_MAX - 1], claim]
         _request(state, waiter, tuple(candidates), now, fx)
@@ -103,13 +100,27 @@ def wake_claim(state: State, claim: str, now: float, fx: Effects) -> None:
 def wake_seatless(state: State, now: float, fx: Effects) -> None:
     """Ask again for the first waiters that hold no claim: a node joined, a device came free, or time has passed."""
     asked = 0
+    state.seatless_left = False
     for workload in state.line.waiting(lambda group: group.seatless and bool(state.fleet.tiers(group.shape))):
         if state.line.busy(workload):
             continue
+        if asked == SEATLESS_MAX:
+            state.seatless_left = True
+            return
         ask(state, state.workloads[workload], now, fx)
         asked += 1
-        if asked == SEATLESS_MAX:
-            return
+
+
+def found_anew(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
+    """Give up an own claim that nobody would found like this any more: a shape that would do has joined the fleet since
+    (P9), or a more urgent job has come to its runtime (W1). Once it is released the workload asks again."""
+    claim = state.fleet.claims.get(record.claim)
+    if record.phase is not WorkloadPhase.PENDING or claim is None or claim.state is not ClaimState.PENDING:
+        return
+    is_narrow = bool(set(state.fleet.tiers(record.shape)) - set(claim.tiers))
+    if record.assignment in claim.entries and (is_narrow or claim.order > order(record)):
+        why = "a shape that fits has joined since" if is_narrow else "a more urgent job needs it"
+        fx.events.append(release_request(record, close=False, why=f"its own claim is founded anew: {why}"))
 
 
 def settle(state: State, workload: str, now: float, fx: Effects, *, booked: str = "") -> None:
@@ -118,7 +129,12 @@ def settle(state: State, workload: str, now: float, fx: Effects, *, booked: str 
     The claim that took it is left alone while a seat limit counts: its next change in the ledger wakes the line.
     """
     state.requested_at.pop(workload, None)
-    promise, short = state.line.settle(workload)
+    _offer_again(state, *state.line.settle(workload), now, fx, booked=booked)
+
+
+def _offer_again(
+    state: State, promise: Promise, short: frozenset[str], now: float, fx: Effects, *, booked: str = ""
+) -> None:
     of_nodes = [claim for node in sorted(short) for claim in state.fleet.claims_on(node)]
     for claim in dict.fromkeys([*promise.claims, *of_nodes]):
         if claim != booked or state.fleet.limit == 0:
@@ -178,27 +194,36 @@ def repeat_request(state: State, record: WorkloadRecord, now: float, fx: Effects
     assert record.phase in (WorkloadPhase.SUBMITTED, WorkloadPhase.PENDING)
     record = msgspec.structs.replace(record, attempt=record.attempt - 1)
     state.put_workload(record)
+    promise, short = state.line.settle(record.workload)  # what it was promised does not count against itself
+    _request(state, record, _candidates(state, record, now), now, fx)
+    _offer_again(state, promise, short, now, fx)
+
+
+def _candidates(state: State, record: WorkloadRecord, now: float) -> tuple[str, ...]:
+    """Claims that would take it and are not promised to others, best first."""
     wanted = need(record, now)
-    _request(
-        state,
-        record,
-        tuple(state.fleet.candidates(wanted, left_out=_promised_away(state, wanted), aimed=state.line.aimed)),
-        now,
-        fx,
-    )
+    left_out = _promised_away(state, record.workload, wanted)
+    return tuple(state.fleet.candidates(wanted, left_out=left_out, aimed=state.line.aimed))
 
 
-def _memory_is_left(state: State, claim: str, wanted: Need) -> bool:
-    """Does its node hold this one beside all who were promised its memory before?"""
+def _memory_is_left(state: State, claim: str, workload: str, wanted: Need) -> bool:
+    """Does its node hold this one beside all who were promised its memory before?
+
+    Who stands in the line and goes without may need all that is left, once it is known who took the promised: until
+    then nobody later gets it (W1).
+    """
     node = state.fleet.claims[claim].node
     promised = state.line.promised_bytes(node)
-    if promised == 0 or state.fleet.host_fits(claim, promised + wanted.shape.host_bytes):
+    if promised == 0 or wanted.shape.host_bytes == 0:
         return True
-    state.line.went_without(node)
+    if not state.line.is_short(node) and state.fleet.host_fits(claim, promised + wanted.shape.host_bytes):
+        return True
+    if workload in state.line:
+        state.line.went_without(node)
     return False
 
 
-def _promised_away(state: State, wanted: Need) -> Callable[[str], bool]:
+def _promised_away(state: State, workload: str, wanted: Need) -> Callable[[str], bool]:
     """Claims whose free seats, or whose node's memory, are promised to waiters with a request under way (W1)."""
 
     def left_out(claim: str) -> bool:
@@ -207,6 +232,6 @@ def _promised_away(state: State, wanted: Need) -> Callable[[str], bool]:
         free = state.fleet.seats_free(claim)
         if free is not None and state.line.promised(claim) >= free:
             return True
-        return not _memory_is_left(state, claim, wanted)
+        return not _memory_is_left(state, claim, workload, wanted)
 
     return left_out

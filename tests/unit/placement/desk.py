@@ -195,7 +195,9 @@ class Desk:
             exclusive=request.shape.exclusive,
         )
         if founded:
-            self.claim(claim, ClaimRecord(state=ClaimState.PENDING, entries=entries, tiers=request.tiers))
+            self.claim(
+                claim, ClaimRecord(state=ClaimState.PENDING, entries=entries, tiers=request.tiers, order=request.order)
+            )
         self.held(request.workload, request.incarnation, assignment, claim, request.attempt)
         if not founded or allocate:
             self.claim(claim, allocated(entries))

@@ -1,0 +1,137 @@
+"""Sequences that once broke a rule: promises that count against themselves, old copies, shapes that join late."""
+
+from __future__ import annotations
+
+from openrl_common.events import ClaimFreed, JobFailed, SeatRefused, SeatReleaseRequested, SeatRequested
+from openrl_common.quantities import GIB
+from openrl_common.records import NodeBudget, NodeEntry, Reason, WorkloadPhase
+from unit.placement.desk import Desk, Policy, allocated, entry, node
+from unit.placement.test_waiting import free_one, full_house, queue, sampler, trainer
+
+
+def refuse(it: Desk, request: SeatRequested, code: str = "no-candidate") -> None:
+    it.event(
+        SeatRefused(
+            tenant=request.tenant, workload=request.workload, incarnation=request.incarnation,
+            attempt=request.attempt, code=code, message="lost",
+            refusals=dict.fromkeys(request.candidates, "all seats are taken"),
+        )
+    )  # fmt: skip
+
+
+def pending(it: Desk) -> None:
+    for request in it.take(SeatRequested):
+        it.book(request, allocate=False)
+        it.unschedulable(request.workload)
+
+
+def test_E5_a_request_that_is_repeated_keeps_what_it_was_promised() -> None:
+    it = full_house()
+    queue(it, "a", "b")
+    free_one(it)
+    (move,) = it.take(SeatRequested)
+    it.repair(11)
+    again = it.take(SeatRequested)
+    assert [(each.workload, each.attempt, each.candidates) for each in again] == [
+        (move.workload, move.attempt, move.candidates)
+    ]
+
+
+def test_F1_the_loss_of_an_own_claim_while_a_move_is_under_way_leaves_one_request_with_its_own_attempt() -> None:
+    it = full_house()
+    queue(it, "a")
+    free_one(it)
+    (move,) = it.take(SeatRequested)
+    lost = it.workload(move.workload)
+    it.release(move.workload, lost.assignment, lost.claim, lost.incarnation)
+    asked = [each for each in it.take(SeatRequested) if each.workload == move.workload]
+    assert len(asked) == 1
+    assert it.workload(move.workload).attempt == asked[0].attempt > move.attempt
+    refuse(it, asked[0])
+    assert not it.state.line.busy(move.workload), "its answer is taken"
+
+
+def test_W1_memory_that_somebody_earlier_waits_for_is_not_given_to_a_later_one_before_it_is_known_who_has_it() -> None:
+    it = Desk(limit=4)
+    it.node(node(devices=1, host_gib=10))
+    it.claim("c", allocated({"x": entry("w1", host_gib=10)}))
+    it.budget("n1", NodeBudget(entries={"x": NodeEntry(workload="w1", claim="c", host_bytes=10 * GIB)}))
+    for job, host_gib in (("b", 3), ("m", 8), ("s", 2)):
+        queue(it, job, host_gib=host_gib)
+    it.claim("c", allocated({}))
+    it.budget("n1", NodeBudget(entries={}))
+    asked = it.take(SeatRequested)
+    assert [each.workload for each in asked] == [sampler("b"), trainer("b")]
+    refuse(it, asked[0])
+    refuse(it, asked[1])
+    assert [each.workload for each in it.take(SeatRequested)] == [sampler("m")]
+
+
+def test_P9_a_shape_that_joined_later_ends_the_wait_of_a_claim_that_was_founded_before() -> None:
+    it = Desk()
+    it.node(node("n1", devices=1, gib=24))
+    it.submit("first", gib=20)
+    it.book_all()
+    it.submit("a", gib=20, exclusive=True)
+    requests = it.take(SeatRequested)
+    seats = {request.workload: it.book(request, allocate=False) for request in requests}
+    for request in requests:
+        it.unschedulable(request.workload)
+    assert [tier.ceiling_gib for tier in requests[0].tiers] == [24]
+    it.node(node("n2", devices=2, gib=80))
+    releases = it.take(SeatReleaseRequested)
+    assert {(each.workload, each.close) for each in releases} == {(r.workload, False) for r in requests}
+    for each in releases:
+        it.release(each.workload, seats[each.workload], f"c-{each.workload}", each.incarnation)
+        it.event(ClaimFreed(claim=f"c-{each.workload}", node=""))
+    again = it.take(SeatRequested)
+    assert {each.workload for each in again} == {request.workload for request in requests}
+    assert all([tier.ceiling_gib for tier in each.tiers] == [24, 80] for each in again)
+
+
+def test_W3_a_job_that_joined_a_waiting_runtime_has_its_own_deadline() -> None:
+    it = full_house(limit=1, policy=Policy(placement_timeout_s=900))
+    it.submit("l1", "lora")
+    pending(it)
+    it.now += 800
+    it.submit("l2", "lora")
+    it.tick(101)
+    assert [each.job for each in it.take(JobFailed)] == ["l1"]
+    runtime = it.state.jobs["default.l2"].trainer
+    assert it.workload(runtime).phase is WorkloadPhase.PENDING
+    it.tick(798)
+    assert it.take(JobFailed) == []
+    it.tick(2)
+    assert [(each.job, each.code) for each in it.take(JobFailed)] == [("l2", "placement-timeout")]
+
+
+def test_W1_a_waiting_runtime_is_as_urgent_as_the_most_urgent_of_its_jobs() -> None:
+    it = full_house(limit=1)
+    it.submit("l1", "lora")
+    pending(it)
+    queue(it, "a", priority=1)
+    it.submit("l2", "lora", priority=5)
+    runtime = it.state.jobs["default.l2"].trainer
+    assert it.state.jobs["default.l1"].trainer == runtime
+    assert it.state.line.position(runtime) in (1, 2)
+    it.repair()
+    assert {each.workload for each in it.take(SeatReleaseRequested)} == {
+        runtime,
+        it.state.jobs["default.l2"].sampler,
+    }, "their claims are founded anew, in their place: launchers serve by it"
+    it.cancel("l2")
+    assert it.state.line.position(runtime) in (5, 6, 3, 4)
+
+
+def test_W2_more_waiters_than_one_wake_up_asks_for_are_not_left_to_the_slow_pass() -> None:
+    it = Desk()
+    for number in range(50):
+        it.submit(f"j{number}")
+    assert it.take(SeatRequested) == []
+    it.node(node(devices=8))
+    asked = len(it.take(SeatRequested))
+    for _ in range(3):
+        it.tick(1)
+        asked += len(it.take(SeatRequested))
+    assert asked == 100
+    assert it.workload(trainer("j0")).reason is not Reason.IMPOSSIBLE
