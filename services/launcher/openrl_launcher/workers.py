@@ -280,7 +280,11 @@ class Workers:
             lambda: self._bus.publish(WorkerLaunched(**_who(record), restarts=record.restarts, pid=process.pid))
         )
         tracked.status = Status.RUNNING
-        if tracked.ended.is_set():  # meanwhile
+        await self._on_exit_meanwhile(tracked)
+
+    async def _on_exit_meanwhile(self, tracked: Tracked) -> None:
+        """A process that ended while a task was at its assignment is nobody's but that task's (F4)."""
+        if tracked.status is Status.RUNNING and tracked.ended.is_set():
             tracked.status = Status.BUSY
             await self._on_exit(tracked, tracked.record.exit_code)
 
@@ -362,6 +366,7 @@ class Workers:
             claim = await self._store.ledger_claims.get(seat.value.claim)
             if claim is not None and record.assignment in claim.value.entries:
                 tracked.status = before  # what asked for the stop was an old view: the seat is held
+                await self._on_exit_meanwhile(tracked)
                 return
         await self._insist(lambda: leases.fence(self._store.leases, record.assignment, why=why))
         log.info("worker %s is fenced and stopped: %s", record.workload, why)

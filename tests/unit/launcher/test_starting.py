@@ -16,9 +16,18 @@ from openrl_common.identity import KEY, LedgerIdentity
 from openrl_common.memory import MemoryBus
 from openrl_common.memory_server import MemoryServer, Network
 from openrl_common.quantities import GIB
-from openrl_common.records import ClaimEntry, LedgerIdentityRecord, Role, WorkerState
+from openrl_common.records import (
+    ClaimEntry,
+    ClaimRecord,
+    ClaimState,
+    LedgerIdentityRecord,
+    Role,
+    SeatRecord,
+    SeatState,
+    WorkerState,
+)
 from openrl_launcher.backend import Launch, Process
-from openrl_launcher.core import Start
+from openrl_launcher.core import Start, Status, Stop
 from openrl_launcher.leases import fence
 from openrl_launcher.workers import Workers
 
@@ -83,6 +92,47 @@ async def test_B7_one_that_is_fenced_while_its_record_is_being_written_is_not_st
     record = await others.store.workers.get("a1")
     assert record is not None
     assert record.value.state is WorkerState.GONE
+
+
+class Ending(Started):
+    """A machine whose one worker ends when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = asyncio.Event()
+
+    async def launch(self, launch: Launch) -> Process:
+        return Process(launch.assignment, launch.workload, 7, 1.0)
+
+    async def wait(self, process: Process) -> int:
+        await self.over.wait()
+        return 3
+
+    def sweep(self, assignment: str) -> int:
+        return 0
+
+    def last_error(self, log_path: str) -> str:
+        return "it broke"
+
+
+async def test_F4_one_that_ends_while_an_old_view_asks_for_its_stop_is_started_again() -> None:
+    """Its seat is held, so it is spared; but its end must not get lost between the two."""
+    bus, machine = MemoryBus(MemoryServer()), Ending()
+    await bus.store.ledger_claims.put("c1", ClaimRecord(state=ClaimState.ALLOCATED, node="n1", entries={"a1": ENTRY}))
+    seat = SeatRecord(state=SeatState.HELD, incarnation=1, assignment="a1", claim="c1")
+    await bus.store.ledger_seats.put(ENTRY.workload, seat)
+    tasks: list[asyncio.Future[None]] = []
+    workers = Workers(
+        bus, cast(Any, machine), cast(Any, None), node="n1", stop_grace_s=1.0, restarts_max=1, clock=time.monotonic,
+        now=time.time, wake=lambda: None, spawn=lambda work: tasks.append(asyncio.ensure_future(work)),
+    )  # fmt: skip
+    workers.start(Start("a1", "c1", ENTRY), ("d0",))
+    await tasks[0]
+    assert workers.view()["a1"].status is Status.RUNNING
+    workers.stop(Stop("a1", ENTRY.workload, "c1", "no seat backs it"))
+    machine.over.set()
+    await asyncio.gather(*tasks)
+    assert workers.view()["a1"].status is Status.BACKING_OFF
 
 
 async def test_L7_one_whose_ledger_was_rebuilt_while_this_launcher_was_cut_off_is_not_started() -> None:

@@ -275,6 +275,16 @@ def test_a_newer_incarnation_takes_its_predecessors_place_when_it_is_gone(world:
     assert world.sightings() == set()
 
 
+def test_P10_a_successor_that_needs_two_devices_does_not_take_the_place_on_one(world: World) -> None:
+    """S3: its entry alone does not say how many it needs; it books as a newcomer once the release is finished."""
+    first = founded(world, "w1")
+    newer = request("w1", incarnation=2)
+    world.handle(msgspec.structs.replace(newer, shape=msgspec.structs.replace(newer.shape, device_count=2)))
+    events = world.handle(gone(first))
+    assert [type(event) for event in events] == [SeatReleased, ClaimRetired]
+    assert world.seats()["w1"].state is SeatState.EMPTY
+
+
 def test_a_cancelled_successor_does_not_take_the_place(world: World) -> None:
     """S3, L4."""
     first = founded(world, "w1")

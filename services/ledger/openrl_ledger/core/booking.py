@@ -100,10 +100,13 @@ def _settle_without_booking(request: SeatRequested, seat: SeatRecord, environmen
 
 
 def _wait_for_predecessor(request: SeatRequested, seat: SeatRecord, environment: Environment) -> Steps[None]:
-    """An older incarnation holds the seat: ask for its release and leave our request there for S3."""
+    """An older incarnation holds the seat: ask for its release and leave our request there for S3.
+
+    Not one for several devices: its place is not one that a predecessor leaves (P10).
+    """
     entry = _entry(request, environment)
     successor = Successor(incarnation=request.incarnation, attempt=request.attempt, entry=entry)
-    for tries in range(TRIES_MAX):
+    for tries in range(TRIES_MAX if request.shape.device_count == 1 else 0):
         seat, revision = yield from read_seat(request.workload)
         if seat.state is SeatState.EMPTY or seat.incarnation >= request.incarnation:
             break
