@@ -275,12 +275,14 @@ def test_O4_panels_and_links_name_data_sources_by_the_uids_that_are_provisioned(
         assert {panel["datasource"]["uid"] for panel in json.loads(path.read_text())["panels"]} <= uids
 
 
+@pytest.mark.long
 def test_O4_no_query_of_a_dashboard_is_empty_on_a_system_at_work(observed: Observed) -> None:
     empty = [expression for expression, values in observed.values.items() if not values]
     assert observed.values
     assert not empty
 
 
+@pytest.mark.long
 def test_O4_every_metric_that_an_alert_asks_for_is_exported(observed: Observed) -> None:
     asked = {
         name for rule in alerts() for name in re.findall(r"\b(?:openrl|process)_\w+|\bup\b", rule["expr"])
@@ -290,6 +292,7 @@ def test_O4_every_metric_that_an_alert_asks_for_is_exported(observed: Observed) 
     assert asked <= known, asked - known
 
 
+@pytest.mark.long
 def test_O4_what_a_query_for_traces_names_is_in_real_traces(observed: Observed) -> None:
     if not observed.spans:
         pytest.skip("no Jaeger here: OPENRL_TEST_JAEGER names none")
