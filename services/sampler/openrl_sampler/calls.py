@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from openrl_common.records import JobKind
+from openrl_common.records import JobKind, WeightsRecord
+from openrl_common.weights import WeightsManifest
 from openrl_common.wire import ErrorInfo, Sequence, TokenLogprob
 from openrl_sampler.adapter_shelf import Adapter, AdapterShelf
 from openrl_sampler.engine import GenerateCall, Generated
 from openrl_sampler.stopping import StopRule
-from openrl_sampler.weights_layers import Resident
+from openrl_sampler.weights_layers import Resident, check_manifest, layers_of
 
 
 @dataclass(slots=True, eq=False)
@@ -166,6 +168,12 @@ class Calls:
                 code="superseded", message=f"weights version {version} of {owner.call.job} came while it was generated"
             )
             self._superseded = True
+
+    def look_through(self, record: WeightsRecord, manifest: WeightsManifest, directory: Path) -> None:
+        if self._kind is JobKind.FFT:
+            layers_of(record, manifest, directory, self._full)
+        else:
+            check_manifest(record, manifest, directory, "lora")
 
     # --- adapters ------------------------------------------------------------------------------------------------
 

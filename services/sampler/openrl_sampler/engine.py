@@ -137,6 +137,12 @@ class Engine(Protocol):
     def pinned(self, job: str) -> bool:
         """Whether running calls insist on the present version, so that a full update must wait for them."""
 
+    def look_through(self, record: WeightsRecord, manifest: WeightsManifest, directory: Path) -> None:
+        """Read and verify all that applying this version would read. Raises Rejected.
+
+        Any thread may call it, and generation goes on meanwhile; what was found sound is not read again by applying it.
+        """
+
     def apply_full(self, job: str, record: WeightsRecord, manifest: WeightsManifest, directory: Path) -> Applied:
         """Bring the parameters to a full or delta version, in place.
 

@@ -118,6 +118,7 @@ class Sampler:
             context.movers(self._park, self._resume)
         with context.stamp("weights"):
             await self._weights.follow()
+            await self._weights.looked_ahead()
             async with context.turn():
                 await self._weights.apply_due()
         await context.ready(

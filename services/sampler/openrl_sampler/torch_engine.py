@@ -36,8 +36,8 @@ from openrl_sampler.torch_batch import Block, Forward, prefill
 from openrl_sampler.torch_model import ResidentModel, TorchOptions
 from openrl_sampler.torch_rows import Batch, Pending, TorchRow, without_score_only
 from openrl_sampler.torch_sampling import Draws, Settings, choose
-from openrl_sampler.torch_weights import Loaded, Meter, check_manifest, free_bytes, plan_update, write_update
-from openrl_sampler.weights_layers import Layer, Resident, layers_again, layers_of
+from openrl_sampler.torch_weights import Loaded, Meter, free_bytes, plan_update, write_update
+from openrl_sampler.weights_layers import Layer, Resident, check_manifest, layers_again, layers_of
 
 
 class TorchEngine(Calls):

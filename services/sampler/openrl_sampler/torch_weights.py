@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from openrl_common.errors import Rejected
-from openrl_common.records import WeightsRecord
-from openrl_common.weights import WeightsManifest, verify_files
 from openrl_sampler.streamed import Plan, make_plan, write
-from openrl_sampler.weights_layers import Layer, check_announced
+from openrl_sampler.weights_layers import Layer
 
 
 class Meter:
@@ -64,17 +62,6 @@ def free_bytes(device: torch.device) -> int:
         return int(psutil.virtual_memory().available)
     free, _ = torch.cuda.mem_get_info(device)
     return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def check_manifest(record: WeightsRecord, manifest: WeightsManifest, directory: Path, weights_format: str) -> None:
-    """The manifest is of the version that was announced, and all its files are what it lists. Raises Rejected."""
-    check_announced(record, manifest, directory)
-    if manifest.format != weights_format:
-        raise Rejected(
-            f"weights {directory} have format {manifest.format!r}, this sampler takes {weights_format!r}",
-            code="weights-format",
-        )
-    verify_files(manifest, directory)
 
 
 # --- full and delta ----------------------------------------------------------------------------------------------

@@ -40,9 +40,8 @@ from openrl_sampler.engine import Applied, GenerateCall, Generated
 from openrl_sampler.memory_share import check_room, kv_cache_bytes, memory_share, update_bytes
 from openrl_sampler.seeds import seed_of
 from openrl_sampler.tokenizer import Tokenizer
-from openrl_sampler.torch_weights import check_manifest
 from openrl_sampler.vllm_options import VllmOptions, engine_arguments, sizes_of
-from openrl_sampler.weights_layers import Layer, Resident, layers_again, layers_of
+from openrl_sampler.weights_layers import Layer, Resident, check_manifest, layers_again, layers_of
 
 log = logging.getLogger(__name__)
 

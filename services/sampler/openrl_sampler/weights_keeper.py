@@ -4,7 +4,9 @@ openrl_weights and openrl_jobs are the truth; their mirrors wake the engine loop
 bucket itself from time to time (E5, E15). Versions published while another was applied are skipped. The announcements
 (WeightsApplied, WeightsRejected) leave apart from the engine loop: a bus outage must not stop generation.
 
-Called by the engine loop only, so an update lies between two bursts of steps (V5).
+A version is read and verified beside generation (``look_ahead``); only what was found sound is due for the device,
+where it is applied in the time that writing takes. Called by the engine loop only, so an update lies between two bursts
+of steps (V5).
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, TypeVar
 
@@ -20,7 +23,7 @@ from openrl_common.errors import Rejected, Transient
 from openrl_common.events import SamplerDisagreed, WeightsApplied, WeightsRejected
 from openrl_common.records import JobKind, JobRecord, WeightsRecord
 from openrl_common.store import Entry, Mirror
-from openrl_common.weights import read_manifest
+from openrl_common.weights import WeightsManifest, read_manifest
 from openrl_common.worker import WorkerContext
 from openrl_sampler.attached import AttachedJobs
 from openrl_sampler.engine import Applied, Engine
@@ -64,6 +67,8 @@ class WeightsKeeper:
         self._served: frozenset[str] = frozenset()
         self._announcements: asyncio.Queue[Announcement | None] = asyncio.Queue(_ANNOUNCEMENTS_MAX)
         self._mirrors: list[Mirror[Any]] = []
+        self._looking: dict[str, asyncio.Task[None]] = {}
+        self._sound: dict[str, int] = {}
         self.blocked: set[str] = set()
         """Job keys whose update waits for running calls that insist on the present version."""
 
@@ -77,6 +82,8 @@ class WeightsKeeper:
         self._mirrors.append(await store.weights.mirror(on_change=self._saw_weights))
 
     async def close(self) -> None:
+        for task in self._looking.values():
+            task.cancel()
         for mirror in self._mirrors:
             await mirror.close()
 
@@ -123,15 +130,43 @@ class WeightsKeeper:
 
     # --- updates -------------------------------------------------------------------------------------------------
 
+    def _due(self) -> dict[str, WeightsRecord]:
+        keys = self._attached.keys
+        applied = {key: self._engine.version(key) for key in keys}
+        chosen = due(self._records.values(), keys, applied, self._failures, time.time())
+        return {job_key(r.tenant, r.job, r.incarnation): r for r in chosen}
+
+    def look_ahead(self) -> None:
+        """Begin to look through what is due and was not yet; ``wake`` is set when that is done."""
+        for key, record in self._due().items():
+            if self._sound.get(key) != record.version and key not in self._looking:
+                self._looking[key] = asyncio.create_task(self._look_through(key, record))
+
+    async def looked_ahead(self) -> None:
+        """Whatever is due now has been looked through."""
+        self.look_ahead()
+        await asyncio.gather(*self._looking.values())
+
+    async def _look_through(self, key: str, record: WeightsRecord) -> None:
+        try:
+            await asyncio.to_thread(look_through, self._engine, record)
+        except Rejected as error:
+            self._reject(key, record, error)
+        else:
+            self._sound[key] = record.version
+        finally:
+            del self._looking[key]
+            self._wake.set()
+
     @property
     def has_due(self) -> bool:
         """Whether ``apply_due`` would touch the device."""
-        keys = self._attached.keys
-        if self._lora and self._served - keys:
+        if self._lora and self._served - self._attached.keys:
             return True
-        applied = {key: self._engine.version(key) for key in keys}
-        chosen = due(self._records.values(), keys, applied, self._failures, time.time())
-        return any(not self._engine.pinned(job_key(r.tenant, r.job, r.incarnation)) for r in chosen)
+        return any(
+            self._sound.get(key) == record.version and not self._engine.pinned(key)
+            for key, record in self._due().items()
+        )
 
     async def apply_due(self) -> None:
         """Bring every job that can be to its newest version; drop the adapters of jobs that left."""
@@ -139,29 +174,24 @@ class WeightsKeeper:
         if self._lora and (left := self._served - keys):
             await self._in_thread(lambda: _drop(engine, left))
         self._served = keys
-        for gone in self._failures.keys() - keys:
-            del self._failures[gone]
+        for gone in (self._failures.keys() | self._sound.keys()) - keys:
+            self._failures.pop(gone, None)
+            self._sound.pop(gone, None)
         self.blocked.clear()
-        applied = {key: engine.version(key) for key in keys}
-        for record in due(self._records.values(), keys, applied, self._failures, time.time()):
-            key = job_key(record.tenant, record.job, record.incarnation)
+        for key, record in self._due().items():
+            if self._sound.get(key) != record.version:
+                continue
             if engine.pinned(key):
                 self.blocked.add(key)
             else:
                 await self._apply(key, record)
 
     async def _apply(self, key: str, record: WeightsRecord) -> None:
-        identity = _Identity(
-            tenant=record.tenant, job=record.job, incarnation=record.incarnation, version=record.version
-        )
-        assignment = self._context.assignment
+        del self._sound[key]
         try:
             applied = await self._in_thread(lambda: apply(self._engine, key, record))
         except Rejected as error:
-            self._failures[key] = failed(self._failures.get(key), record.version, str(error), time.time())
-            self._metrics.updates.labels("rejected").inc()
-            log.warning("weights rejected job=%s version=%d: %s", key, record.version, error)
-            self.announce_later(WeightsRejected(why=str(error), assignment=assignment, **identity))
+            self._reject(key, record, error)
             return
         self._failures.pop(key, None)
         self._metrics.count_update(applied)
@@ -171,9 +201,18 @@ class WeightsKeeper:
         )  # fmt: skip
         self.announce_later(
             WeightsApplied(
-                assignment=assignment, seconds=applied.seconds, peak_extra_bytes=applied.peak_extra_bytes, **identity
+                assignment=self._context.assignment,
+                seconds=applied.seconds,
+                peak_extra_bytes=applied.peak_extra_bytes,
+                **_identity(record),
             )
         )
+
+    def _reject(self, key: str, record: WeightsRecord, error: Rejected) -> None:
+        self._failures[key] = failed(self._failures.get(key), record.version, str(error), time.time())
+        self._metrics.updates.labels("rejected").inc()
+        log.warning("weights rejected job=%s version=%d: %s", key, record.version, error)
+        self.announce_later(WeightsRejected(why=str(error), assignment=self._context.assignment, **_identity(record)))
 
     # --- announcements -------------------------------------------------------------------------------------------
 
@@ -193,18 +232,34 @@ class WeightsKeeper:
                 log.warning("not announced: %s", error)
 
 
+def _identity(record: WeightsRecord) -> _Identity:
+    return _Identity(tenant=record.tenant, job=record.job, incarnation=record.incarnation, version=record.version)
+
+
+def look_through(engine: Engine, record: WeightsRecord) -> None:
+    """Read all that applying the version would read. Raises Rejected."""
+    with _readable(record) as (manifest, directory):
+        engine.look_through(record, manifest, directory)
+
+
+@contextmanager
+def _readable(record: WeightsRecord) -> Iterator[tuple[WeightsManifest, Path]]:
+    """The announced manifest and its directory. A file that goes while it is read is Rejected; past the first write
+    engines raise no OSError."""
+    manifest, directory = read_manifest(record.manifest, record.digest), Path(record.manifest).parent
+    try:
+        yield manifest, directory
+    except OSError as error:
+        raise Rejected(f"weights {directory} cannot be read: {error}", code="weights-missing") from error
+
+
 def _drop(engine: Engine, jobs: frozenset[str]) -> None:
     for job in jobs:
         engine.drop_lora(job)
 
 
 def apply(engine: Engine, job: str, record: WeightsRecord) -> Applied:
-    """Read the announced manifest and hand the version to the engine. Raises Rejected."""
-    manifest = read_manifest(record.manifest, record.digest)
-    directory = Path(record.manifest).parent
-    try:
-        if record.format == "lora":
-            return engine.apply_lora(job, record, manifest, directory)
-        return engine.apply_full(job, record, manifest, directory)
-    except OSError as error:  # a file that went after it was verified; past the first write engines raise no OSError
-        raise Rejected(f"weights {directory} cannot be read: {error}", code="weights-missing") from error
+    """Hand the announced version to the engine. Raises Rejected."""
+    with _readable(record) as (manifest, directory):
+        method = engine.apply_lora if record.format == "lora" else engine.apply_full
+        return method(job, record, manifest, directory)

@@ -7,6 +7,8 @@ changed file, a parent that is not the one named, positions outside a tensor or 
 
 from __future__ import annotations
 
+import os
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,9 @@ TensorShape = tuple[str, tuple[int, ...]]
 """Type in safetensors words, and shape."""
 INDEX_DTYPES: dict[str, np.dtype[Any]] = {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
 PIECE_ELEMENTS = 1 << 20
+_VERIFIED_MAX = 64
+_verified: OrderedDict[Path, tuple[object, ...]] = OrderedDict()
+"""Version directories whose files were verified, and what the file system said of them then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +90,23 @@ def check_announced(record: WeightsRecord, manifest: WeightsManifest, directory:
         raise Rejected(f"weights {directory} hold {held}, announced were {announced}", code="weights-manifest")
 
 
+def check_manifest(record: WeightsRecord, manifest: WeightsManifest, directory: Path, weights_format: str) -> None:
+    """The manifest is of the version that was announced, and all its files are what it lists. Raises Rejected."""
+    check_announced(record, manifest, directory)
+    if manifest.format != weights_format:
+        raise Rejected(
+            f"weights {directory} have format {manifest.format!r}, this sampler takes {weights_format!r}",
+            code="weights-format",
+        )
+    verify_once(manifest, directory)
+
+
 def _is_parent(record: WeightsRecord, manifest: WeightsManifest) -> bool:
     return (record.version, record.digest) == (manifest.parent, manifest.parent_digest)
 
 
 def _whole(manifest: WeightsManifest, directory: Path) -> Layer:
-    verify_files(manifest, directory)
+    verify_once(manifest, directory)
     return Layer(
         directory=str(directory),
         delta=False,
@@ -100,7 +116,7 @@ def _whole(manifest: WeightsManifest, directory: Path) -> Layer:
 
 
 def _delta(manifest: WeightsManifest, directory: Path, shapes: dict[str, TensorShape]) -> Layer:
-    verify_files(manifest, directory)
+    verify_once(manifest, directory)
     path = directory / DELTA_FILE
     header = read_header(path)
     for name in changed_names(header):
@@ -110,6 +126,25 @@ def _delta(manifest: WeightsManifest, directory: Path, shapes: dict[str, TensorS
         if problem:
             raise Rejected(f"weights file {path}: tensor {name!r} {problem}", code="weights-shape")
     return Layer(directory=str(directory), delta=True, files={}, shapes=shapes)
+
+
+def verify_once(manifest: WeightsManifest, directory: Path) -> None:
+    """``verify_files``, which reads every byte, unless that was done and no file has been written since.
+
+    So versions are verified beside generation, and applied in the time that writing takes. Raises Rejected.
+    """
+    try:
+        found = [(name, info, os.stat(directory / name)) for name, info in sorted(manifest.files.items())]
+    except OSError:
+        found = []  # verify_files says which
+    facts = tuple((name, info.sha256, seen.st_ino, seen.st_size, seen.st_mtime_ns) for name, info, seen in found)
+    if facts and _verified.get(directory) == facts:
+        return
+    _verified.pop(directory, None)
+    verify_files(manifest, directory)
+    _verified[directory] = facts
+    while len(_verified) > _VERIFIED_MAX:
+        _verified.popitem(last=False)
 
 
 def changed_names(header: dict[str, TensorHeader]) -> list[str]:

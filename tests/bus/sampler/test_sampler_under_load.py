@@ -119,6 +119,26 @@ async def test_v8_a_sampler_killed_in_the_middle_of_a_write_is_followed_by_one_t
             _is_of(world, sequence, prompt, Path(record.manifest).parent)
 
 
+async def test_v5_a_version_is_verified_beside_generation_and_applied_once_it_is_sound(world: World) -> None:
+    """V5: reading and hashing a large version takes long; nothing stands still for it."""
+    workload = await world.workload(JobKind.FFT, ("t.j",))
+    flag = world.home / "verify"
+    flag.touch()
+    await world.start(workload, "a1", program=(str(STUCK), str(flag), "--in-verify"))
+    await world.ready("a1")
+    waits = await world.send(at_least=1, timeout_s=100.0)
+    await world.weights(world.full(1))
+    async with asyncio.timeout(30):
+        while not flag.with_suffix(".reached").exists():  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.02)
+    for _ in range(3):
+        assert versions(await world.sample()) == {0}
+    assert not world.answers[waits].done()
+    flag.unlink()
+    assert versions(await world.answer(waits)) == {1}
+    assert versions(await world.sample()) == {1}
+
+
 async def test_v11_replicas_share_the_requests_and_one_that_dies_leaves_its_own_to_the_other(world: World) -> None:
     """V11: both are told of weights; the survivor answers what the dead one had in hand, once, within seconds."""
     workload = await world.workload(JobKind.FFT, ("t.j",))
