@@ -22,13 +22,15 @@ from openrl_common.wire import AdamParams, Datum, ForwardBackward, OptimStep
 from openrl_trainer.engine import EngineSettings, JobSettings, TrainEngine
 from openrl_trainer.model import BaseModel, prepare_torch
 
-# hidden, intermediate, layers, heads, vocabulary, rows, length, dtype, lora
+# hidden, intermediate, layers, heads, vocabulary, rows, length, dtype, lora, architecture
 SHAPES = [
-    (256, 768, 4, 4, 2_000, 16, 128, "float32", False),
-    (128, 384, 2, 4, 50_000, 8, 128, "float32", False),
-    (64, 192, 8, 2, 512, 64, 64, "float32", False),
-    (256, 768, 4, 4, 2_000, 2, 1024, "bfloat16", False),
-    (256, 768, 4, 4, 2_000, 16, 128, "float32", True),
+    (256, 768, 4, 4, 2_000, 16, 128, "float32", False, "Qwen3"),
+    (128, 384, 2, 4, 50_000, 8, 128, "float32", False, "Qwen3"),
+    (64, 192, 8, 2, 512, 64, 64, "float32", False, "Qwen3"),
+    (256, 768, 4, 4, 2_000, 2, 1024, "bfloat16", False, "Qwen3"),
+    (256, 768, 4, 4, 2_000, 16, 128, "float32", True, "Qwen3"),
+    (128, 384, 2, 4, 50_000, 8, 128, "float32", False, "Gemma2"),  # caps its logits
+    (128, 384, 2, 4, 20_000, 8, 128, "float32", False, "HyperCLOVAX"),  # its logits come whole
 ]
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -41,12 +43,14 @@ def status(name: str) -> int:
 
 
 def new_engine(home: Path, shape: tuple[Any, ...]) -> TrainEngine:
-    hidden, intermediate, layers, heads, vocabulary, rows, length, dtype, lora = shape
-    config = transformers.Qwen3Config(
+    hidden, intermediate, layers, heads, vocabulary, rows, length, dtype, lora, architecture = shape
+    config = getattr(transformers, f"{architecture}Config")(
         hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=heads, head_dim=64, vocab_size=vocabulary, tie_word_embeddings=True,
     )  # fmt: skip
-    made: Any = transformers.Qwen3ForCausalLM(config)
+    if architecture == "HyperCLOVAX":
+        config.logits_scaling = 4.0
+    made: Any = transformers.AutoModelForCausalLM.from_config(config)
     made.save_pretrained(str(home / "model"))
     base = BaseModel(str(home / "model"), dtype=dtype, device=prepare_torch(1, 0), frozen=lora)
     job = JobSettings(tenant="t", job="j", incarnation=1, lora=LoraSpec(rank=16) if lora else None)
@@ -78,7 +82,7 @@ def measured(shape: tuple[Any, ...]) -> dict[str, Any]:
 
 def short_of_memory() -> dict[str, Any]:
     """A pass of 32 rows under a limit that leaves room for half of what it needs and some more."""
-    shape = (*SHAPES[0][:5], 32, 128, "float32", False)
+    shape = (*SHAPES[0][:5], 32, 128, "float32", False, "Qwen3")
     with tempfile.TemporaryDirectory() as home:
         engine = new_engine(Path(home), shape)
         learn(engine, 1, 3)

@@ -44,9 +44,9 @@ _LOGITS_COPIES = 2.5
 """Float32 sizes of a chunk's logits at once in the backward pass: logits, their gradient, that in bfloat16."""
 _CAP_COPIES = 2.0
 """More of them where the logits are capped: before it and after."""
-_WHOLE_COPIES = 4.0
-"""Sizes of all logits at once, in the model's type, where they cannot come in chunks: those of all positions and those
-that count, and the gradients of both."""
+_WHOLE_COPIES = 3.0
+"""Sizes of all logits at once, in the model's type, where they cannot come in chunks: those that count, their gradient,
+and that of all positions."""
 _LOGITS_SHARE = 0.5
 """A chunk's logits in all copies, over what autograd keeps of a full pass: small budgets get small chunks."""
 _CHUNK_BYTES_MAX = {"cpu": 64 << 20, "cuda": 256 << 20}

@@ -127,8 +127,11 @@ class BaseModel:
         self._active = ""
         self.score: Callable[[Tensor, Tensor, Tensor, int], Tensor] = self.logprobs
         self.sharding: Sharding | None = None
-        self._finish, self.caps_logits = _finish_of(self.model.config.get_text_config())
-        self.split_head = self._probe_head()
+        for finish, caps_logits in _finishes(self.model.config.get_text_config()):
+            self._finish, self.caps_logits = finish, caps_logits
+            self.split_head = self._probe_head()
+            if self.split_head:
+                break
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -317,21 +320,19 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _finish_of(config: Any) -> tuple[Callable[[Tensor], Tensor], bool]:
-    """What a model does to the logits of its head, by its configuration, and whether that is a soft cap.
+def _finishes(config: Any) -> list[tuple[Callable[[Tensor], Tensor], bool]]:
+    """What a model may do to the logits of its head, the likeliest first, and whether that is a soft cap.
 
-    Gemma 2: cap · tanh(logits / cap); Granite divides them, Cohere multiplies them.
+    Gemma 2: cap · tanh(logits / cap); Granite divides them, Cohere multiplies them; most do nothing.
     """
-    cap = getattr(config, "final_logit_softcapping", None)
-    if cap:
-        return lambda logits: (logits / cap).tanh() * cap, True
-    divisor = getattr(config, "logits_scaling", None)
-    if divisor:
-        return lambda logits: logits / divisor, False
-    factor = getattr(config, "logit_scale", None)
-    if isinstance(factor, float):
-        return lambda logits: logits * factor, False
-    return lambda logits: logits, False
+    finishes: list[tuple[Callable[[Tensor], Tensor], bool]] = []
+    if cap := getattr(config, "final_logit_softcapping", None):
+        finishes.append((lambda logits: (logits / cap).tanh() * cap, True))
+    if divisor := getattr(config, "logits_scaling", None):
+        finishes.append((lambda logits: logits / divisor, False))
+    if factor := getattr(config, "logit_scale", None):
+        finishes.append((lambda logits: logits * factor, False))
+    return [*finishes, (lambda logits: logits, False)]
 
 
 def _linear_names(model: Any) -> list[str]:
