@@ -17,7 +17,10 @@ from openrl_client.bench.machine import Machine, describe
 from openrl_client.home import Progress
 from openrl_common.tensors import read_checkpoint
 
-METHODS = ("streamed", "streamed_converted", "streamed_delta", "vllm_reload_weights", "reload_weights_plain_layers")
+METHODS = (
+    "streamed", "streamed_converted", "streamed_delta", "vllm_patched_delta", "vllm_reload_weights",
+    "reload_weights_plain_layers",
+)  # fmt: skip
 
 
 class Method(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +34,8 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
 class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     """``methods``: ``streamed`` (files of the model's type), ``streamed_converted`` (float32 files into bfloat16
     weights),
-    ``streamed_delta`` (5 % of the elements), ``vllm_reload_weights`` (as vLLM does it), ``reload_weights_plain_layers``
+    ``streamed_delta`` (5 % of the elements), ``vllm_patched_delta`` (the same by vLLM's patch loader),
+    ``vllm_reload_weights`` (as vLLM does it), ``reload_weights_plain_layers``
     (the same beside linear layers that are not packed)."""
 
     chunk_bytes: int
@@ -59,16 +63,10 @@ async def measure(
         else:
             versions = {}
         await engine.run("delta", str(model), str(root / "delta"))
-        versions["streamed_delta"] = root / "delta"
+        versions |= dict.fromkeys(("streamed_delta", "vllm_patched_delta"), root / "delta")
         whole = root / "next" if (root / "next").exists() else model
         methods = {}
-        for name in (
-            "streamed",
-            "streamed_converted",
-            "streamed_delta",
-            "vllm_reload_weights",
-            "reload_weights_plain_layers",
-        ):
+        for name in METHODS:
             if name == "streamed_converted" and name not in versions:
                 continue
             arguments = (name, str(model), str(versions.get(name, whole)), "--chunk-bytes", str(chunk_bytes))

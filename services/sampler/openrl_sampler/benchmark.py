@@ -23,7 +23,10 @@ from openrl_common.records import JobKind
 from openrl_common.settings import Directory
 from openrl_sampler.vllm_options import VllmOptions, set_environment
 
-METHODS = ("streamed", "streamed_converted", "streamed_delta", "vllm_reload_weights", "reload_weights_plain_layers")
+METHODS = (
+    "streamed", "streamed_converted", "streamed_delta", "vllm_patched_delta", "vllm_reload_weights",
+    "reload_weights_plain_layers",
+)  # fmt: skip
 _POLL_S = 0.0005
 
 
@@ -89,11 +92,11 @@ def update(method: str, model: Path, version: Path, chunk_bytes: int, times: int
             engine.load()
     else:
         engine.load()
-    if method == "streamed_delta":
-        layer = Layer(str(version), True, {}, {})
+    held = read_checkpoint(model if method.endswith("delta") else version)
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in held.tensors.items()}
+    if method.endswith("delta"):
+        layer = Layer(str(version), True, {}, shapes)
     else:
-        held = read_checkpoint(version)
-        shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in held.tensors.items()}
         layer = Layer(str(version), False, {name: path.name for name, path in held.files.items()}, shapes)
 
     def stream() -> None:
@@ -102,10 +105,14 @@ def update(method: str, model: Path, version: Path, chunk_bytes: int, times: int
         (written,) = engine.rpc("openrl_write", [layer], chunk_bytes)
         assert not written.error, written.error
 
+    def patch() -> None:
+        (written,) = engine.rpc("openrl_patch", layer)
+        assert not written.error, written.error
+
     def reload() -> None:
         engine.rpc("reload_weights", weights_path=str(version))
 
-    work = stream if method.startswith("streamed") else reload
+    work = stream if method.startswith("streamed") else patch if method == "vllm_patched_delta" else reload
     measured = [_measured(work) for _ in range(times + 1)]
     later = measured[1:] or measured
     print(

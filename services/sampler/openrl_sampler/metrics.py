@@ -24,7 +24,7 @@ class Metrics:
             "openrl_sampler_weight_updates", "Weight updates by outcome.", ["outcome"], registry=registry
         )
         self.update_seconds = Histogram(
-            "openrl_sampler_weight_update_seconds", "Verifying and applying one version.", registry=registry
+            "openrl_sampler_weight_update_seconds", "Applying one version; generation stands still.", registry=registry
         )
 
         self.touched_share = Gauge(

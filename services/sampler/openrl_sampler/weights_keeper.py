@@ -152,6 +152,9 @@ class WeightsKeeper:
             await asyncio.to_thread(look_through, self._engine, record)
         except Rejected as error:
             self._reject(key, record, error)
+        except Exception as error:  # tried again with delays like any other: it must not become a tight loop
+            log.exception("weights cannot be looked through job=%s version=%d", key, record.version)
+            self._reject(key, record, Rejected(f"{type(error).__name__}: {error}", code="weights-manifest"))
         else:
             self._sound[key] = record.version
         finally:
