@@ -85,7 +85,15 @@ def read_model(directory: str) -> Model:
     Raises:
         Rejected: code ``model-unreadable``: names the path and what was missing.
     """
-    path = Path(directory)
+    try:
+        return _read(directory, Path(directory))
+    except OSError as error:  # a directory on the way that is closed to placement, a name longer than there can be
+        raise _unreadable(
+            f"base model {directory!r} cannot be read ({error.strerror})", "give the path of a model"
+        ) from error
+
+
+def _read(directory: str, path: Path) -> Model:
     if not path.is_dir():
         raise _unreadable(
             f"base model {directory!r} is not a directory that placement can read", "give the path of a model"
@@ -325,6 +333,7 @@ LORA_RANKS = (16, 32, 64, 128, 256, 512)
 DTYPES = ("auto", "float32", "bfloat16")
 ENGINES = ("auto", "torch", "vllm", "vllm-cpu")
 PRIORITY_MAX = 1_000
+PATH_CHARACTERS_MAX = 4_096
 _TAGS_MAX = 32
 _TAG_CHARACTERS_MAX = 256
 
@@ -337,6 +346,11 @@ def check_spec(spec: JobSpec) -> None:
     """
     if not spec.base_model.strip():
         raise _bad("base_model is empty", "give the path of a model directory")
+    if len(spec.base_model) > PATH_CHARACTERS_MAX or "\0" in spec.base_model:
+        raise _bad(
+            f"base_model {spec.base_model[:40]!r}… of {len(spec.base_model)} characters is no path",
+            f"use at most {PATH_CHARACTERS_MAX} characters, none of them a null character",
+        )
     if spec.dtype not in DTYPES:
         raise _bad(f"dtype {spec.dtype!r} is unknown", f"use {', '.join(DTYPES)}")
     if spec.engine not in ENGINES:

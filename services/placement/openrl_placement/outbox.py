@@ -48,10 +48,11 @@ class Outbox:
 
     async def carry_out(self, effects: Effects) -> None:
         """Raises Transient when something could not be written or published; it is then kept for the next call."""
-        for kept in self._kept:
-            kept.add(effects)
-            effects = kept
-        self._kept = []
+        if self._kept:
+            first, *rest = self._kept
+            for later in (*rest, effects):
+                first.add(later)
+            self._kept, effects = [], first
         if not effects:
             return
         keys = _keys(effects)
@@ -62,6 +63,8 @@ class Outbox:
         try:
             if before:
                 await asyncio.wait(before)
+                if any(keys & _keys(kept) for kept in self._kept):
+                    raise Transient("what was decided of these records before is not carried out yet")
             await self._all(
                 [self._write(self._bus.store.workloads, key, self._state.workloads) for key in effects.workloads]
             )

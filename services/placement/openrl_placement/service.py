@@ -73,6 +73,7 @@ SUBJECTS = [
 _CONCURRENCY = 32
 _TICK_S = 1.0
 _MODELS_MAX = 256
+_SUBMISSION_BYTES_MAX = 64 * 1024
 _EARLY_END_S = 600.0
 """Longer than any redelivery of a submission: an end whose submission is unknown then is of one that was refused."""
 
@@ -319,7 +320,10 @@ class _LooseSubmission(msgspec.Struct):
 
 
 def _refused_spec(delivery: Delivery) -> JobFailed | None:
-    """The answer to a submission whose spec has unknown or wrong fields (E2); None for anything else."""
+    """The answer to a submission whose spec has unknown or wrong fields, or is too large to be kept in records (E2).
+
+    None for anything else.
+    """
     if not (delivery.subject.startswith("openrl.ev.client.") and delivery.subject.endswith(".submitted")):
         return None
     try:
@@ -327,6 +331,8 @@ def _refused_spec(delivery: Delivery) -> JobFailed | None:
     except msgspec.MsgspecError:
         return None
     try:
+        if len(delivery.body) > _SUBMISSION_BYTES_MAX:
+            raise msgspec.ValidationError(f"{len(delivery.body)} bytes, at most {_SUBMISSION_BYTES_MAX} are taken")
         msgspec.convert(loose.spec, JobSpec)
     except msgspec.ValidationError as error:
         failed = JobFailed(

@@ -151,6 +151,11 @@ async def test_bad_input_is_answered_and_garbage_goes_to_the_dead_letters(system
     spec_missing = JobSpec(name="gone", kind=JobKind.FFT, base_model="/no/such/model")
     await system.bus.publish(JobSubmitted(tenant="default", job="gone", submission="g", spec=spec_missing))
     await system.until(lambda: [e for e in system.of(JobFailed, "gone") if e.code == "model-unreadable"])  # type: ignore[union-attr]
+    for name, length in (("long", 300), ("huge", 5_000_000)):
+        spec_long = JobSpec(name=name, kind=JobKind.FFT, base_model="/no/" + "x" * length)
+        await system.bus.publish(JobSubmitted(tenant="default", job=name, submission=name, spec=spec_long))
+    await system.until(lambda: [e for e in system.of(JobFailed, "long") if e.code == "model-unreadable"])  # type: ignore[union-attr]
+    await system.until(lambda: [e for e in system.of(JobFailed, "huge") if "at most 65536" in e.message])  # type: ignore[union-attr]
     await system.bus.publish_raw("openrl.ev.client.default.job.x.finished", b"\x00garbage", message_id="garbage")
     await system.bus.publish_raw(
         "openrl.ev.client.other.job.a.submitted", b'{"type":"job.submitted.v1"}', message_id="empty"

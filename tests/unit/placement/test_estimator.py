@@ -125,6 +125,13 @@ def test_M1_an_unusable_config_is_refused_naming_path_and_field(
     assert str(tmp_path) in str(caught.value)
 
 
+def test_M1_a_model_whose_path_the_system_refuses_is_refused_with_it(tmp_path: Path) -> None:
+    """Anything else would be tried again for ever, and its client never told."""
+    with pytest.raises(Rejected, match="File name too long") as caught:
+        read_model(str(tmp_path / ("x" * 300)))
+    assert caught.value.code == "model-unreadable"
+
+
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", b"[1]", b"{"])
 def test_M1_a_missing_or_broken_model_is_refused_with_its_path(tmp_path: Path, content: bytes | None) -> None:
     directory = tmp_path / "m"
@@ -168,6 +175,8 @@ def test_M1_weights_that_are_there_are_counted_from_their_headers(tmp_path: Path
         spec(sampler_devices=-1),
         spec(sampler_devices=2, engine="torch"),
         spec(sampler_devices=2),
+        JobSpec(name="j", kind=JobKind.FFT, base_model="/m/" + "x" * 5_000),
+        JobSpec(name="j", kind=JobKind.FFT, base_model="/m/\0"),
     ],
 )
 def test_a_spec_that_makes_no_sense_is_refused_in_one_line(bad: JobSpec) -> None:

@@ -10,10 +10,11 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from nats.js.errors import ServerError
 
 from openrl_common.duty import Duty
 from openrl_common.errors import Transient
-from openrl_common.events import JobCancelled, JobFinished, JobSubmitted, SeatRequested, WorkerExited
+from openrl_common.events import JobCancelled, JobEnded, JobFinished, JobSubmitted, SeatRequested, WorkerExited
 from openrl_common.memory import MemoryBus
 from openrl_common.memory_server import MemoryServer, Network
 from openrl_common.records import JobKind, JobSpec
@@ -88,6 +89,31 @@ async def test_E6_a_message_that_comes_again_is_not_acknowledged_while_its_effec
     await outbox.carry_out(Effects())
     await outbox.settle(exited)
     assert await bus.store.workloads.get(TRAINER) is not None
+
+
+async def test_E6_what_is_kept_goes_out_in_the_order_of_the_decisions() -> None:
+    """The first of two decisions about one record cannot be said: the second, which waits for it, is not said alone."""
+    network = Slow()
+    bus = MemoryBus(MemoryServer(network))
+    outbox = Outbox(bus, Desk().state, None)
+
+    def ended(outcome: str) -> Effects:
+        return Effects(events=[JobEnded(tenant="default", job="a", submission=outcome, outcome=outcome)])
+
+    tries = [asyncio.create_task(outbox.carry_out(ended(outcome))) for outcome in ("first", "second")]
+    await a_few_turns()
+    (_, _, answer, _) = network.kept.pop()
+    answer.set_exception(ServerError(code=500, description="no room"))
+    await a_few_turns()
+    network.let_go()
+    errors = await asyncio.gather(*tries, return_exceptions=True)
+    assert [type(error) for error in errors] == [Transient, Transient]
+    third = asyncio.create_task(outbox.carry_out(ended("third")))
+    await a_few_turns()
+    network.let_go()
+    await third
+    events = bus.server.streams["OPENRL_EVENTS"].messages
+    assert [msgspec.json.decode(event.data, type=JobEnded).outcome for event in events] == ["first", "second", "third"]
 
 
 def placement_on(bus: MemoryBus) -> tuple[Placement, Desk]:
