@@ -105,8 +105,8 @@ class Bus:
             log.debug("nats error: %r", error)
 
         async def on_disconnect() -> None:
-            if holder and holder[0].stopping.is_set():
-                return  # closing: nothing is lost
+            if not holder or holder[0].stopping.is_set():
+                return  # not there yet, or closing: nothing is lost
             log.warning("nats connection lost, reconnecting url=%s", url)
 
         connection = Connection()

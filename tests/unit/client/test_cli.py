@@ -73,6 +73,7 @@ def test_exit_code_says_what_kind_of_failure_it_was(error: BaseException, code: 
         (["run", "sft", "--task", "letters:sort", "--alpha", "inf"], 2, "'inf' is not a finite number above 0"),
         (["run", "sft", "--task", "letters:sort", "--batch", "1000000000"], 2, "1000000000 is not in the range"),
         (["no-such-command"], 2, "no-such-command"),
+        (["events", "--no-follow"], 2, "say --all or --job with it"),
     ],
 )
 def test_bad_input_is_one_line_on_stderr(
@@ -84,6 +85,12 @@ def test_bad_input_is_one_line_on_stderr(
     assert captured.out == ""
     assert said in captured.err
     assert len(captured.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("group", [[], ["ledger"], ["dlq"], ["drill"]])
+def test_a_group_alone_prints_its_help_as_it_is(group: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(group) == 2
+    assert "\nCommands:\n" in capsys.readouterr().err
 
 
 def test_no_system_is_exit_code_5(
