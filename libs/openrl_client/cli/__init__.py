@@ -85,6 +85,9 @@ def run(arguments: list[str] | None = None) -> int:
         return result if isinstance(result, int) else 0
     except click.Abort:
         return EXIT_INTERRUPTED
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return EXIT_USAGE
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "openrl"
         return fail(f"{error.format_message()} (see `{path} --help`)", EXIT_USAGE)

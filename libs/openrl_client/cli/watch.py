@@ -107,11 +107,13 @@ def newest(directory: Path, pattern: str) -> Path | None:
 @click.command()
 @click.option("--job", help="Only what concerns this job and its workloads.")
 @click.option("--all", "from_start", is_flag=True, help="From the oldest event kept, not from now on.")
-@click.option("--no-follow", is_flag=True, help="With --all: stop at the newest one.")
+@click.option("--no-follow", is_flag=True, help="With --all or --job: stop at the newest one.")
 @click.option("-o", "--output", type=click.Choice(["json"]), help="One JSON object a line.")
 @connection
 def events(where: Where, job: str | None, from_start: bool, no_follow: bool, output: str | None) -> None:
     """Follow what happens, one line an event."""
+    if no_follow and not from_start and job is None:
+        raise click.UsageError("--no-follow stops at the newest event that is kept: say --all or --job with it")
     run_async(_events(where, job, from_start or job is not None, no_follow, output))
 
 
