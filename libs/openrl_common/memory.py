@@ -365,9 +365,11 @@ class MemoryMirror(Mirror[T]):
         """List and follow. Changes that overtake the list wait for it: the list would take them back."""
         bus = self._bucket.memory_bus
         self._early = []
-        watcher = Watcher(bus, f"{self._bucket.root}{self._prefix}>", self._on_batch, self._on_lost)
+        self._watcher = watcher = Watcher(bus, f"{self._bucket.root}{self._prefix}>", self._on_batch, self._on_lost)
         stored = await bus.ask_until_answered(lambda: bus.server.watch(self._bucket.stream, watcher))
-        self._watcher = watcher
+        if self._watcher is not watcher:
+            watcher.closed = True
+            return  # the server was away again meanwhile: this list came late, and a younger one is there or comes
         self._replace(self._bucket.entries(stored))
         early, self._early = self._early, None
         self._take(early or [])
@@ -447,6 +449,7 @@ class MemoryBucket(Bucket[T]):
     ) -> Mirror[T]:
         mirror = MemoryMirror(self, prefix, on_change)
         await mirror.open()
+        await mirror._synced.wait()
         return mirror
 
     async def written_before(self, moment: float, num_max: int) -> Sequence[Old[T]]:

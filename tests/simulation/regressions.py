@@ -52,4 +52,5 @@ REGRESSIONS: dict[int, str] = {
     406098: "the only record of a LoRA runtime was overwritten when its ended job's name was submitted again (P12)",
     606594: "an end of which only the job's record was written before a kill was never gone on with (E6)",
     608999: "a LoRA runtime whose job was replaced before any record carried it had a seat and no record (P12)",
+    611392: "the simulator's mirror took in a list of before an outage after one of behind it: a seat was forgotten",
 }
