@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from openrl_common.bus import Bus
@@ -25,9 +27,7 @@ def export_bus(bus: Bus, registry: CollectorRegistry) -> None:
         buckets=_AGES_S,
         registry=registry,
     )
-    behind = Gauge(
-        "openrl_bus_pending", "Messages behind the one last settled.", ["consumer"], registry=registry
-    )  # fmt: skip
+    behind = Gauge("openrl_bus_pending", "Messages behind the one last settled.", ["consumer"], registry=registry)
     Gauge("openrl_bus_connected", "Whether it is connected to NATS.", registry=registry).set_function(
         lambda: float(bus.connected)
     )
@@ -35,9 +35,16 @@ def export_bus(bus: Bus, registry: CollectorRegistry) -> None:
         lambda: float(bus.reconnects)
     )
 
+    @functools.cache
+    def of(consumer: str) -> tuple[dict[Outcome, Counter], Histogram, Gauge]:
+        """Every outcome from the first delivery on: what first appears with 1 is no increase to Prometheus."""
+        outcomes = {outcome: settled.labels(consumer, str(outcome)) for outcome in Outcome}
+        return outcomes, age.labels(consumer), behind.labels(consumer)
+
     def count(consumer: str, outcome: Outcome, age_s: float, pending: int) -> None:
-        settled.labels(consumer, str(outcome)).inc()
-        age.labels(consumer).observe(max(0.0, age_s))
-        behind.labels(consumer).set(pending)
+        outcomes, ages, waiting = of(consumer)
+        outcomes[outcome].inc()
+        ages.observe(max(0.0, age_s))
+        waiting.set(pending)
 
     bus.on_settled = count

@@ -321,7 +321,6 @@ def test_O4_alerts_fire_on_what_they_name_and_on_nothing_else(tmp_path: Path) ->
         'openrl_bus_deliveries_total{consumer="ledger",outcome="dead"}': "0x60",
         'openrl_bus_deliveries_total{consumer="ledger",outcome="rejected"}': "0x60",
         'openrl_bus_deliveries_total{consumer="ledger",outcome="handled"}': "0+100x60",
-        'openrl_trainer_checkpoints_total{outcome="failed"}': "0x60",
         'openrl_trainer_checkpoints_total{outcome="ok"}': "0+1x60",
         'openrl_bus_age_seconds_bucket{consumer="ledger",le="1"}': "0+100x60",
         'openrl_bus_age_seconds_bucket{consumer="ledger",le="60"}': "0+100x60",
@@ -337,12 +336,13 @@ def test_O4_alerts_fire_on_what_they_name_and_on_nothing_else(tmp_path: Path) ->
         "OpenRLFenced": {"openrl_turns_fenced_total": "0+1x60"},
         "OpenRLWaitingLong": {"openrl_placement_waiting": "3x60"},
         "OpenRLEventsRefused": {'openrl_bus_deliveries_total{consumer="ledger",outcome="rejected"}': "0+1x60"},
-        "OpenRLCheckpointsFail": {'openrl_trainer_checkpoints_total{outcome="failed"}': "0+1x60"},
+        "OpenRLCheckpointsFail": {'openrl_trainer_checkpoints_total{outcome="disk-full"}': "_x30 1x30"},
         "OpenRLSamplerDisagrees": {"openrl_sampler_disagreements_total": "0+1x60"},
     }
     assert set(broken) == {rule["alert"] for rule in alerts()}
     tests = []
-    for alert, series in [("", {}), *broken.items()]:
+    again = ("OpenRLCheckpointsFail", {'openrl_trainer_checkpoints_total{outcome="disk-full"}': "1x30 2x30"})
+    for alert, series in [("", {}), *broken.items(), again]:
         samples = [{"labels": f'{{alertname="{alert}"}}', "value": 1}] if alert else []
         tests.append(
             {
