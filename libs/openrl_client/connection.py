@@ -143,7 +143,7 @@ class Client:
         except TimeoutError:
             raise TimedOut(
                 f"job {spec.name}: published, but placement did not answer within {timeout_s:.0f} s: "
-                f"is it up (`openrl up`)? Cancel it with `openrl cancel {spec.name}`"
+                f"`openrl doctor` says why. Cancel it with `openrl cancel {spec.name}`"
             ) from None
         return await self.attach(spec.name, submission=submission)
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from openrl_client.home import read_up
+from openrl_client.home import is_locked, read_up
 from openrl_common.controls import LedgerState, LedgerStateAnswer
 from openrl_common.errors import OpenRLError, Unreachable
 from openrl_common.names import query_subject
@@ -242,6 +242,20 @@ def judge_dead_letters(num: int) -> Finding:
     return ok("dead letters", "none")
 
 
+def judge_supervisor(pid: int, *, held: bool) -> list[Finding]:
+    """``held``: somebody has the home locked, as the process behind `openrl up` does while it lives."""
+    if held:
+        return []
+    return [
+        Finding(
+            Level.WARNING,
+            "supervisor",
+            f"pid {pid} of `openrl up` is gone: whatever ends is not started again",
+            "`openrl up` takes over, `openrl down` ends what is left",
+        )
+    ]
+
+
 def judge_services(answers: Mapping[str, str]) -> list[Finding]:
     """``answers``: service → what its /readyz says ("" = ready)."""
     bad = [
@@ -300,6 +314,12 @@ async def look(client: Client, home: Path, monitor: str | None) -> list[Finding]
     findings += await asyncio.to_thread(_services, home)
     if not any(finding.about == "streams" and "missing" in finding.what for finding in findings):
         findings += await _system(client)
+    return findings + look_at_host(home)
+
+
+def look_at_host(home: Path) -> list[Finding]:
+    """This machine, whether a system runs or not."""
+    findings = []
     if home.is_dir():
         usage = shutil.disk_usage(home)
         findings.append(judge_disk(home, usage.free, usage.total))
@@ -389,4 +409,4 @@ def _services(home: Path) -> list[Finding]:
             answers[name] = f"not ready: {error.read().decode(errors='replace').strip()[:300]}"
         except OSError as error:
             answers[name] = f"does not answer on port {port} ({os.strerror(error.errno) if error.errno else error})"
-    return judge_services(answers)
+    return judge_services(answers) + judge_supervisor(info.pid, held=is_locked(home))

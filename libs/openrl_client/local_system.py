@@ -178,7 +178,7 @@ class LocalSystem:
     async def _start(self) -> None:
         began = time.monotonic()
         self._lock = lock_home(self.home)
-        await asyncio.to_thread(end_leftovers, self.home)
+        await asyncio.to_thread(end_leftovers, self.home, progress=self._progress)
         self._nats.port = self._nats.port or last_nats_port(self.home)
         await self._start_nats()
         note_nats_port(self.home, self._nats.port)

@@ -13,9 +13,7 @@ def new_figure(**options: Any) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise Rejected(
-            "--chart needs matplotlib: pip install 'openrl[report]', or leave it out", code="usage"
-        ) from None
+        raise Rejected("--chart needs matplotlib: pip install matplotlib, or leave it out", code="usage") from None
     return Figure(layout="constrained", **options)
 
 

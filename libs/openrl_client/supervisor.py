@@ -202,6 +202,10 @@ def main() -> int:
     except OpenRLError as error:
         say(_Order(error=str(error), code=error.code if isinstance(error, Rejected) else ""))
         return 1
+    except OSError as error:
+        what = f"{order.home} cannot be written: {error.strerror or error}"
+        say(_Order(error=f"{what}: make room, or choose another --home", code="home-unwritable"))
+        return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         pass
     return 0

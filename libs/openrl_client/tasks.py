@@ -12,6 +12,7 @@ Held-out prompts are never in the training split.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -125,7 +126,9 @@ class LetterTask:
 
     def __init__(self, variant: str, *, noise: float = 0.5, num_train: int = 4000, num_held_out: int = 400) -> None:
         if variant not in ("sort", "desc"):
-            raise Rejected(f"task letters:{variant} is not known: use letters:sort or letters:desc", code="bad-task")
+            raise Rejected(
+                f"task letters:{variant or '?'} is not known: use letters:sort or letters:desc", code="bad-task"
+            )
         self.name = f"letters:{variant}"
         self._variant = variant
         self._noise = noise
@@ -176,13 +179,19 @@ class GymTask:
             gym: Any = importlib.import_module("reasoning_gym")
         except ImportError:
             raise Rejected(
-                f"task {dataset!r} needs reasoning-gym: pip install 'openrl[tasks]'", code="missing-package"
+                f"task {dataset!r} needs reasoning-gym: pip install reasoning-gym", code="missing-package"
             ) from None
         self.name = f"{REASONING_GYM}:{dataset}"
         try:
             self._data = gym.create_dataset(dataset, size=size, seed=seed, **(config or {}))
         except (ValueError, KeyError, TypeError, AssertionError) as error:
-            raise Rejected(f"task {dataset!r}: {_one_line(error)}", code="bad-task") from None
+            why = _one_line(error)
+            if "not registered" in why:
+                why = "use letters:sort, letters:desc, FILE.py:FUNCTION or a dataset of reasoning-gym"
+                if near := difflib.get_close_matches(dataset, gym.factory.DATASETS, n=3):
+                    why += f", for example {', '.join(near)}"
+                raise Rejected(f"task {dataset!r} is not known: {why}", code="bad-task") from None
+            raise Rejected(f"task {dataset!r}: {why}", code="bad-task") from None
         num_held_out = max(1, int(size * HELD_OUT_FRACTION))
         if size < 2:
             raise Rejected(f"task {dataset!r}: size {size} is too small, use at least 2", code="bad-task")
@@ -224,8 +233,8 @@ def load_task(
         Rejected: ``bad-task`` or ``missing-package``, with what to do.
     """
     kind, _, rest = name.rpartition(":")
-    if kind == "letters":
-        return LetterTask(rest)
+    if kind == "letters" or name == "letters":
+        return LetterTask(rest if kind else "")
     if kind in ("", REASONING_GYM):
         return GymTask(rest, size=size, config=config)
     return _user_task(name, _load_function(kind, rest), prompts)

@@ -66,7 +66,8 @@ async def _run(
 ) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", *arguments,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=environment, start_new_session=True,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        env={"TQDM_DISABLE": "1", **environment}, start_new_session=True,
     )  # fmt: skip
     assert process.stdout is not None
     last = ""

@@ -29,6 +29,9 @@ class Tokenizer:
     def __init__(self, directory: str | Path, *, chat: bool | None = None) -> None:
         self.directory = Path(directory)
         path = self.directory / "tokenizer.json"
+        if not self.directory.is_dir():
+            what = "is a file: give its directory" if self.directory.exists() else "does not exist"
+            raise Rejected(f"model {str(self.directory)!r} {what}", code="model-unreadable")
         if not path.is_file():
             raise Rejected(f"model {str(self.directory)!r}: no tokenizer.json there", code="model-unreadable")
         try:

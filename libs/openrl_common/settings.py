@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from openrl_common.quantities import parse_bytes, parse_seconds
+from openrl_common.quantities import MIB, parse_bytes, parse_seconds
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Config = TypeVar("Config")
@@ -189,6 +189,10 @@ class Devices(click.ParamType[tuple[int, ...]]):
             return value
         devices: list[int] = []
         for count, device_bytes in _counted_sizes(self, str(value), param, ctx):
+            if device_bytes < MIB:  # a forgotten unit
+                self.fail(
+                    f"{str(value)[:40]!r}: a device of {device_bytes} bytes: write for example 2x24GiB", param, ctx
+                )
             if len(devices) + count > _DEVICES_MAX:
                 self.fail(f"{str(value)[:40]!r} declares more than {_DEVICES_MAX} devices on one node", param, ctx)
             devices.extend([device_bytes] * count)

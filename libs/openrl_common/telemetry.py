@@ -120,7 +120,8 @@ def configure_tracing(service: str, *, instance: str = "") -> Callable[[], None]
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise Rejected(
-            f"OTEL_EXPORTER_OTLP_ENDPOINT is {endpoint!r} but no exporter is installed: pip install 'openrl[otlp]'",
+            f"OTEL_EXPORTER_OTLP_ENDPOINT is {endpoint!r} but no exporter is installed: "
+            "pip install opentelemetry-exporter-otlp-proto-http",
             code="no-exporter",
         ) from error
     from opentelemetry.sdk.resources import Resource

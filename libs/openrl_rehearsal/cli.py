@@ -45,9 +45,7 @@ _RULES = settings.settings(
 @click.option(
     "--devices-per-node", type=settings.WholeNumber(1), default="8", show_default=True, help="Devices of one node."
 )
-@click.option(
-    "--co-residency", type=settings.SWITCH, default="on", show_default=True, help="Residents share a device (T2)."
-)
+@click.option("--co-residency", type=settings.SWITCH, default="on", show_default=True, help="Residents share a device.")
 @click.option(
     "--device-reserve",
     "device_reserve_bytes",
@@ -57,7 +55,7 @@ _RULES = settings.settings(
     help="Device memory that co-residents leave free.",
 )
 @click.option(
-    "--max-turn", "max_turn_s", type=settings.SECONDS, default="120s", show_default=True, help="Longest turn (T3)."
+    "--max-turn", "max_turn_s", type=settings.SECONDS, default="120s", show_default=True, help="Longest turn."
 )
 @click.option("--warm", default="", help="Models whose LoRA runtimes are up before kickoff, with commas.")
 @click.option(

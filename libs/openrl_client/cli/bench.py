@@ -83,7 +83,7 @@ def bus(store: Path | None, as_json: bool, num_messages: int) -> None:
 @JSON
 @click.option("--times", "num_times", type=WholeNumber(1), default="3", show_default=True, help="Starts.")
 def start(store: Path | None, as_json: bool, num_times: int) -> None:
-    """How long ``openrl up`` takes until everything is ready, and what memory it then holds."""
+    """How long `openrl up` takes until everything is ready, and what memory it then holds."""
     from openrl_client.bench.start import measure
 
     _show(run_async(measure(store, num_times=num_times, progress=_progress)), as_json)
@@ -144,7 +144,7 @@ def kube(
     try:
         from openrl_client.bench.kube import Plan, measure
     except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error}: pip install 'openrl[kubernetes]'") from error
+        raise click.ClickException(f"{error}: pip install kubernetes pyyaml") from error
     _show(
         run_async(measure(Plan(num_nodes, num_workers, store, plain, plain_waiting_max), progress=_progress)), as_json
     )

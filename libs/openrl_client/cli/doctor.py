@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from openrl_client.cli.common import Where, connection, machine_readable, run_async, table
-from openrl_client.errors import EXIT_FAILED
+from openrl_client.errors import EXIT_FAILED, Rejected, Unreachable
 
 if TYPE_CHECKING:
     from openrl_client.doctor import Finding
@@ -19,9 +19,16 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", type=click.Choice(["json", "yaml"]), help="Machine-readable.")
 @connection
 def doctor(where: Where, nats_monitor: str | None, output: str | None) -> None:
-    """Look at NATS, the services, the nodes and this host. Exit code 1 when something failed, 0 with warnings only."""
-    findings = run_async(_look(where, nats_monitor))
+    """Look at NATS, the services, the nodes and this host. Exit code 1 when something failed, 0 with warnings only,
+    5 when NATS does not answer: then only this host is looked at."""
+    unreachable: Unreachable | None = None
+    try:
+        findings = run_async(_look(where, nats_monitor))
+    except Unreachable as error:
+        unreachable, findings = error, _look_here(where, error)
     click.echo(machine_readable(findings, output) if output else report(findings))
+    if unreachable is not None:
+        raise unreachable
     if any(finding.level == "failed" for finding in findings):
         sys.exit(EXIT_FAILED)
 
@@ -31,6 +38,20 @@ async def _look(where: Where, nats_monitor: str | None) -> list[Finding]:
 
     async with where.connect() as client:
         return await look(client, where.home, nats_monitor)
+
+
+def _look_here(where: Where, error: Unreachable) -> list[Finding]:
+    """What can be told while no system answers."""
+    from openrl_client import doctor as judge
+    from openrl_common.nats_server import find_binary
+
+    found, _, advice = str(error).rpartition(": ")
+    try:
+        binary = judge.ok("nats", f"{find_binary()} is there for `openrl up`")
+    except Rejected as error:
+        what, _, remedy = str(error).partition(": ")
+        binary = judge.Finding(judge.Level.NOTE if where.nats_url else judge.Level.FAILED, "nats", what, remedy)
+    return [judge.Finding(judge.Level.FAILED, "system", found, advice), binary, *judge.look_at_host(where.home)]
 
 
 def report(findings: list[Finding]) -> str:

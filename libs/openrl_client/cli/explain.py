@@ -56,8 +56,8 @@ def explanation(answer: ExplainAnswer, now: float) -> str:
         f"{format_bytes(shape.host_bytes)} of host memory{', exclusive' if shape.exclusive else ''}"
     )
     if record.estimate:
-        figures = ", ".join(f"{name} {value:.3g}" for name, value in record.estimate.items())
-        lines.append(f"  estimate (GiB): {figures}")
+        gib = {name: value for name, value in record.estimate.items() if name != "parameters_billion"}
+        lines.append(f"  estimate (GiB): {', '.join(f'{name} {value:.3g}' for name, value in gib.items())}")
     if answer.tiers:
         lines.append("  own claim: " + " or ".join(f"{tier.count} x {tier.ceiling_gib} GiB" for tier in answer.tiers))
     if answer.candidates:

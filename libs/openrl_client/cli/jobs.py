@@ -7,7 +7,7 @@ import contextlib
 import re
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -17,6 +17,9 @@ from openrl_client.cli.options import job_options, recipe_options, runtime_optio
 from openrl_client.cli.progress import Reporter
 from openrl_client.errors import JobEndedError, OpenRLError, Rejected
 from openrl_common.records import JobKind, JobPhase, JobSpec
+
+if TYPE_CHECKING:
+    from openrl_client.tokenizer import Tokenizer
 
 CANCEL_S = 30.0
 
@@ -31,10 +34,14 @@ CANCEL_S = 30.0
 def run(where: Where, recipe: str, timeout_s: float | None, keep: bool, **parameters: Any) -> None:
     """Publish a job, run RECIPE on it, finish it. Ctrl-C cancels the job, unless --keep."""
     from openrl_client.cli.options import recipe_of
+    from openrl_client.connection import find_url
     from openrl_client.tasks import load_task
+    from openrl_client.tokenizer import Tokenizer
 
     name = parameters["name"] or default_name(recipe, parameters["task"])
     spec = spec_of({**parameters, "name": name})
+    find_url(where.nats_url, where.home)  # what is quickly seen to be wrong first: a task may take long to load
+    tokenizer = Tokenizer(spec.base_model)
     task = load_task(
         parameters["task"],
         prompts=parameters["prompts_file"],
@@ -42,7 +49,7 @@ def run(where: Where, recipe: str, timeout_s: float | None, keep: bool, **parame
         config=parameters["task_config"],
     )
     out: Path = parameters["out"] or where.home / "runs" / f"{where.tenant}.{name}"
-    run_async(_run(where, spec, recipe, task, recipe_of(parameters), out, timeout_s, keep))
+    run_async(_run(where, spec, recipe, task, tokenizer, recipe_of(parameters), out, timeout_s, keep))
 
 
 def default_name(recipe: str, task: str) -> str:
@@ -52,13 +59,19 @@ def default_name(recipe: str, task: str) -> str:
 
 
 async def _run(
-    where: Where, spec: JobSpec, recipe: str, task: Any, settings: Any, out: Path, timeout_s: float | None, keep: bool
+    where: Where,
+    spec: JobSpec,
+    recipe: str,
+    task: Any,
+    tokenizer: Tokenizer,
+    settings: Any,
+    out: Path,
+    timeout_s: float | None,
+    keep: bool,
 ) -> None:
     from openrl_client.metrics import Metrics
     from openrl_client.recipes import run_recipe
-    from openrl_client.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer(spec.base_model)
     submission: list[str] = []
     async with where.connect() as client:
         with Metrics(out / "metrics.jsonl") as metrics, Reporter(spec.name) as report:

@@ -15,7 +15,7 @@ def model() -> None:
     """Models on this machine."""
 
 
-@model.command("make-tiny")
+@model.command("make-tiny", short_help="Make a tiny Qwen3 model.")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--steps", type=click.IntRange(1, 100_000), default=400, show_default=True, help="Training steps of 64.")
 def make_tiny(out: Path, steps: int) -> None:
@@ -27,7 +27,7 @@ def make_tiny(out: Path, steps: int) -> None:
     run_async(make_tiny_model(out, steps=steps, on_line=click.echo, environment=dict(os.environ)))
 
 
-@model.command("import")
+@model.command("import", short_help="Make a model directory of a GGUF file.")
 @click.argument("source", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("out", type=click.Path(path_type=Path))
 def import_(source: Path, out: Path) -> None:

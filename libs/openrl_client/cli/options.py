@@ -81,7 +81,9 @@ runtime_options = _stack(_RANK, _DTYPE, _EXCLUSIVE, _PRIORITY, _ENGINE, _TRAINER
 job_options = _stack(
     click.option("--name", help="The job's name; `run` makes one up."),
     click.option("--model", "base_model", help="Directory of a Hugging Face model that the workers can read."),
-    click.option("--kind", type=click.Choice([kind.value for kind in JobKind]), help="Adapters, or all weights."),
+    click.option(
+        "--kind", type=click.Choice([kind.value for kind in JobKind]), help="lora: adapters; fft: all weights."
+    ),
     _RANK,
     click.option("--alpha", type=FinitePositive(), help="LoRA alpha. [default: 32]"),
     click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of the job's random numbers. [default: 0]"),

@@ -46,6 +46,9 @@ def list_(job: str, output: str, nats_url: str | None, home: Path, tenant: str) 
         ]
         for one in found
     ]
+    if not rows:
+        click.echo(f"no states{f' of job {job}' if job else ''}: `job.save_state(NAME)` saves one", err=True)
+        return
     click.echo(table(("JOB", "STATE", "KIND", "ENTRY", "SIZE", "AGE", "BASE MODEL"), rows))
 
 
@@ -61,7 +64,7 @@ def delete(job: str, names: tuple[str, ...], nats_url: str | None, home: Path, t
         click.echo(f"{job}/{name} deleted")
 
 
-@state.command()
+@state.command(short_help="Write a state as a Hugging Face directory.")
 @click.argument("job")
 @click.argument("name")
 @click.argument("out", type=click.Path(path_type=Path))

@@ -55,7 +55,7 @@ def sums() -> FunctionTask:
     try:
         gym: Any = importlib.import_module("reasoning_gym")
     except ImportError:
-        raise Rejected("demo-real needs reasoning-gym: pip install 'openrl[tasks]'", code="missing-package") from None
+        raise Rejected("demo-real needs reasoning-gym: pip install reasoning-gym", code="missing-package") from None
     data = gym.create_dataset("chain_sum", size=SIZE, seed=0, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
     examples: dict[str, Example] = {}
     for entry in data:

@@ -275,5 +275,5 @@ def closing_lines(report: Report, path: Path) -> list[str]:
         elif job.gain is None or job.gain <= plan.GAIN_MIN:
             gain = "nothing" if job.gain is None else f"{job.gain:.3f}"
             lines.append(f"{job.name}: GRPO gained {gain}, expected more than {plan.GAIN_MIN}")
-    lines += [f"chart: {report.chart}" if report.chart else "chart: needs matplotlib (pip install 'openrl[report]')"]
+    lines += [f"chart: {report.chart}" if report.chart else "chart: needs matplotlib (pip install matplotlib)"]
     return [*lines, f"page: {report.page}", f"report: {path}"]

@@ -57,9 +57,7 @@ def _run_for_cluster(config: LauncherSettings, cluster: kubernetes.KubernetesSet
     try:
         from openrl_launcher.kubernetes.main import body
     except ModuleNotFoundError as error:
-        raise Rejected(
-            f"--backend kubernetes needs more packages ({error}): pip install 'openrl[kubernetes]'"
-        ) from error
+        raise Rejected(f"--backend kubernetes needs more packages ({error}): pip install kubernetes pyyaml") from error
     return run("launcher", config, functools.partial(body, settings=cluster), instance="kubernetes")
 
 

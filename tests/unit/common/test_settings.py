@@ -88,7 +88,7 @@ def test_B2_declared_devices_keep_their_order_and_exact_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["3", "x1GiB", "0x1GiB", "2x0GiB", "2x5G", "2x1GiB,", "-1x1GiB", "9999x1GiB", "2.5x1GiB"]
+    "value", ["3", "x1GiB", "0x1GiB", "2x0GiB", "2x5G", "2x1GiB,", "-1x1GiB", "9999x1GiB", "2.5x1GiB", "2x6"]
 )
 def test_unusable_devices_are_refused(value: str) -> None:
     result, config = invoke(f"--devices={value}")

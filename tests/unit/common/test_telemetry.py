@@ -94,5 +94,5 @@ def test_O2_no_endpoint_means_no_exporter(monkeypatch: pytest.MonkeyPatch) -> No
 def test_O2_an_endpoint_without_exporter_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(Rejected, match=r"http://127.0.0.1:4318.*pip install 'openrl\[otlp\]'"):
+    with pytest.raises(Rejected, match=r"http://127.0.0.1:4318.*pip install opentelemetry-exporter-otlp-proto-http"):
         telemetry.configure_tracing("ledger")
