@@ -17,6 +17,7 @@ import random
 import re
 import time
 import weakref
+import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -57,6 +58,10 @@ _DRAIN_S = 5.0
 _INTERRUPTIONS: tuple[type[Exception], ...] = (Lost, *JETSTREAM_FAULTS)
 _CONNECT_ERRORS: tuple[type[Exception], ...] = (*NETWORK_ERRORS, nats.errors.Error, OSError, ValueError)
 _ERROR_CODE = "openrl-error"
+_ENCODING = "openrl-encoding"
+"""Of a request: the asker reads answers compressed so. Of an answer: it is."""
+_ZLIB = "zlib"
+_ANSWER_PLAIN_BYTES_MAX = 256 * 1024
 _SUBJECT = re.compile(r"[!-)+-=?-~]{1,1024}")
 """Printable ASCII without blanks and wildcards: nothing in it can end the protocol line it is written into."""
 
@@ -476,11 +481,11 @@ class Bus:
             Unreachable: nobody serves ``subject``, or no answer within ``timeout_s``.
             Rejected: the service answered with a typed error.
         """
-        headers: dict[str, str] = {}
+        headers: dict[str, str] = {_ENCODING: _ZLIB}
         inject_context(headers)
         try:
             reply = await self._connection.request(
-                subject, msgspec.json.encode(body), timeout=timeout_s, headers=headers or None
+                subject, msgspec.json.encode(body), timeout=timeout_s, headers=headers
             )
         except nats.errors.NoRespondersError as error:
             raise Unreachable(f"nobody serves {subject}: is the service running? (`openrl up`)") from error
@@ -493,7 +498,8 @@ class Bus:
             raise Transient(reply.data.decode())
         if code:
             raise Rejected(reply.data.decode(), code=code)
-        return msgspec.json.decode(reply.data, type=answer)
+        is_compressed = reply.headers.get(_ENCODING) == _ZLIB
+        return msgspec.json.decode(zlib.decompress(reply.data) if is_compressed else reply.data, type=answer)
 
     async def serve(
         self,
@@ -503,7 +509,10 @@ class Bus:
         *,
         queue: str = "q",
     ) -> None:
-        """Answer requests, several at once (bounded); errors become typed replies. Returns once subscribed."""
+        """Answer requests, several at once (bounded); errors become typed replies. Returns once subscribed.
+
+        A long answer is compressed: lists of thousands of jobs fit what a server takes. One that does not is said.
+        """
         slots = asyncio.Semaphore(_SERVE_CONCURRENCY)
         decoder = msgspec.json.Decoder(request_type)
 
@@ -511,7 +520,15 @@ class Bus:
             try:
                 try:
                     body = msgspec.json.encode(await handler(decoder.decode(message.data or b"{}")))
-                    headers = None
+                    headers = {}
+                    if len(body) > _ANSWER_PLAIN_BYTES_MAX and (message.headers or {}).get(_ENCODING) == _ZLIB:
+                        body, headers = await asyncio.to_thread(zlib.compress, body, 1), {_ENCODING: _ZLIB}
+                    if len(body) > self._connection.max_payload:
+                        raise Rejected(
+                            f"the answer has {len(body)} bytes, the NATS server takes {self._connection.max_payload}: "
+                            "ask for less",
+                            code="too-large",
+                        )
                 except (msgspec.DecodeError, msgspec.ValidationError) as error:
                     body, headers = f"the request is not usable: {error}".encode(), {_ERROR_CODE: "bad-request"}
                 except Rejected as error:
@@ -520,7 +537,7 @@ class Bus:
                     if not isinstance(error, OpenRLError):
                         log.error("query failed subject=%s", subject, exc_info=error)
                     body, headers = str(error).encode(), {_ERROR_CODE: "transient"}
-                await self.send(message.reply, body, headers)
+                await self.send(message.reply, body, headers or None)
             finally:
                 slots.release()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
@@ -290,6 +291,23 @@ async def test_a_query_answers_several_at_once_and_errors_are_typed(bus: Bus) ->
     assert caught.value.code == "negative"
     with pytest.raises(Unreachable, match=r"openrl\.q\.test\.none"):
         await bus.request("openrl.q.test.none", Question(), Question)
+
+
+class Rows(msgspec.Struct):
+    rows: list[str]
+
+
+async def test_a_list_of_thousands_fits_an_answer_and_one_that_does_not_is_said(bus: Bus) -> None:
+    async def answer(question: Question) -> Rows:
+        noise = random.Random(1).randbytes(question.value).hex()
+        return Rows([f"row {number} {noise}" for number in range(20_000)] if question.value < 1_000 else [noise])
+
+    await bus.serve("openrl.q.test.rows", Question, answer)
+    rows = await bus.request("openrl.q.test.rows", Question(300), Rows)
+    assert len(rows.rows) == 20_000
+    with pytest.raises(Rejected, match="ask for less") as caught:
+        await bus.request("openrl.q.test.rows", Question(12_000_000), Rows)
+    assert caught.value.code == "too-large"
 
 
 async def test_a_large_payload_travels_by_reference_and_is_verified(bus: Bus) -> None:
