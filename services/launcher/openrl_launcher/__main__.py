@@ -8,7 +8,7 @@ import fcntl
 import functools
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import click
 from prometheus_client import Gauge
@@ -44,8 +44,8 @@ def main(**parameters: object) -> None:
             )
 
             async def body(context: ServiceContext) -> None:
-                async with _kept_warm(context, backend, config):
-                    await _body(context, Launcher(context.bus, backend, config))
+                async with _kept_warm(context, backend, config) as stop_waiting:
+                    await _body(context, Launcher(context.bus, backend, config, before_stop=stop_waiting))
 
             sys.exit(run("launcher", config, body, instance=config.node))
     except Rejected as error:
@@ -86,10 +86,15 @@ def _only_launcher(config: LauncherSettings) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _kept_warm(context: ServiceContext, backend: LocalBackend, config: LauncherSettings) -> AsyncIterator[None]:
-    """Workers are forked from a warm parent for as long as the block lasts (B6); it imports meanwhile."""
+async def _kept_warm(
+    context: ServiceContext, backend: LocalBackend, config: LauncherSettings
+) -> AsyncIterator[Callable[[], None]]:
+    """Workers are forked from a warm parent for as long as the block lasts (B6); it imports meanwhile.
+
+    Gives what ends every worker's wait for it.
+    """
     if config.warm_start == "off" or (config.warm_start == "auto" and not backend.inventory().declared):
-        yield
+        yield lambda: None
         return
     warm = backend.warm_start(WARM_MODULES)
     Gauge("openrl_launcher_warm_ready", "Whether workers are forked", registry=context.registry).set_function(
@@ -103,7 +108,7 @@ async def _kept_warm(context: ServiceContext, backend: LocalBackend, config: Lau
     )
     keeping = asyncio.create_task(warm.keep(), name="warm start")
     try:
-        yield
+        yield warm.stop_waiting
     finally:
         keeping.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from openrl_common.bus import Bus, Delivery
@@ -42,7 +42,16 @@ _PASS_GAP_S = 0.01
 class Launcher:
     """One node's launcher. ``run`` lasts until it is cancelled; workers go on running (E17)."""
 
-    def __init__(self, bus: Bus, backend: Backend, settings: LauncherSettings) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        backend: Backend,
+        settings: LauncherSettings,
+        *,
+        before_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``before_stop`` is called when all workers are to be stopped, before any of them is."""
+        self._before_stop = before_stop
         self._bus = bus
         self._backend = backend
         self._settings = settings
@@ -179,6 +188,8 @@ class Launcher:
 
     async def _stop_workers(self, request: StopWorkers) -> WorkersStopped:
         log.info("stopping all workers of node %s", self._node)
+        self.workers.draining = True
+        self._before_stop()
         stopped = await self.workers.drain()
         return WorkersStopped(stopped=stopped)
 

@@ -164,6 +164,10 @@ class WarmStart:
             self._process.wait()
             self._process = None
 
+    def stop_waiting(self) -> None:
+        """Nobody waits for the warm start any more: what does is started plainly, and can be stopped."""
+        self._settled.set()
+
     # --- workers -----------------------------------------------------------------------------------------------------
 
     async def launch(self, order: zygote.Order, log_descriptor: int) -> Forked | None:

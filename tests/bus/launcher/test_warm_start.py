@@ -20,7 +20,9 @@ import pytest
 from bus.launcher.launcher_helpers import Ledger, alive, starts, until
 from openrl_client import processes
 from openrl_common import zygote
+from openrl_common.controls import StopWorkers, WorkersStopped
 from openrl_common.events import WorkerExited, WorkerGone, WorkerLaunched
+from openrl_common.names import query_subject
 from openrl_common.records import Role
 from openrl_launcher.warm import Forked, WarmStart
 
@@ -282,3 +284,20 @@ async def test_B6_a_worker_asked_for_while_the_parent_imports_waits_for_it(
     _, _, _, pid = await ledger.run("sleep")
     assert forked(pid)
     assert "a worker waits for the warm start" in (home / "launcher.log").read_text()
+
+
+async def test_B6_workers_that_wait_for_the_parent_do_not_hold_up_the_end(
+    ledger: Ledger, launcher: Callable[[], Any], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    write(slow, "sitecustomize", "import sys, time\nif any('zygote' in word for word in sys.orig_argv): time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", f"{slow}{os.pathsep}{os.environ['PYTHONPATH']}")
+    launcher()
+    running = asyncio.create_task(ledger.run("sleep"))
+    await until(lambda: "a worker waits for the warm start" in (home / "launcher.log").read_text(), deadline_s=20.0)
+    running.cancel()
+    await ledger.bus.request(
+        query_subject("launcher", "here.stop-workers"), StopWorkers(), WorkersStopped, timeout_s=10.0
+    )
+    assert processes.workers_of(home) == []
