@@ -29,7 +29,7 @@ from openrl_common.nats_server import NatsServer
 from openrl_common.records import JobKind
 
 HEAD_DIM = 32
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ async def world(tmp_path: Path, model_path: Path) -> AsyncIterator[World]:
     bus = await Bus.connect(server.url, name="test")
     await streams.ensure(bus)
     # Importing vLLM takes long on a busy machine.
-    world = World(bus, server.url, tmp_path, model_path, engine="vllm-cpu", head_dim=HEAD_DIM, deadline_s=180.0)
+    world = World(bus, server.url, tmp_path, model_path, engine="vllm-cpu", head_dim=HEAD_DIM, deadline_s=400.0)
     await world.listen()
     yield world
     for process in world.processes:
