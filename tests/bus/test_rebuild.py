@@ -6,11 +6,15 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from openrl_common.memory import MemoryBus
 from openrl_common.memory_server import MemoryServer, Network, outcome
 from openrl_common.records import ClaimRecord, ClaimState
 from openrl_ledger import rebuild
 from openrl_ledger.core.rebuild import Rebuilt
+from openrl_ledger.founding import Founding
+from unit.placement.desk import Desk, node
 
 
 class LateOnce(Network):
@@ -50,3 +54,30 @@ async def test_L7_a_rebuild_may_be_done_again() -> None:
     await rebuild.write(bus, Rebuilt(claims={"c2": retiring}))
     assert list(await bus.store.ledger_claims.list()) == ["c2"]
     assert await bus.store.ledger_meta.get("identity") is not None
+
+
+async def test_L7_a_bucket_that_is_being_rebuilt_is_not_taken_for_a_new_one() -> None:
+    """A ledger that starts in between (it ended when its identity was gone) would book into half of a bucket."""
+    bus, stopping = MemoryBus(MemoryServer()), asyncio.Event()
+    founding = Founding(bus)
+    await rebuild.begin(bus)
+    waiting = asyncio.create_task(founding.wait(stopping))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    assert "being rebuilt" in str(founding.problem())
+    await rebuild.write(bus, Rebuilt())
+    await waiting
+    assert founding.problem() is None
+
+
+async def test_L7_a_job_that_was_submitted_again_is_rebuilt_as_it_is_now() -> None:
+    """Its new workloads stand in its own record first, the old ones still under their keys."""
+    bus, it = MemoryBus(MemoryServer()), Desk()
+    it.node(node())
+    it.submit("a")
+    old, new = it.workload("default--a--trainer"), it.state.jobs["default.a"]
+    await bus.store.workloads.put(old.workload, old)
+    newer = msgspec.structs.replace(old, incarnation=9)
+    await bus.store.jobs.put("default.a", msgspec.structs.replace(new, workloads=(newer,)))
+    assert (await rebuild.workloads_of(bus))[old.workload].incarnation == 9

@@ -42,6 +42,13 @@ class Founding:
                 self.identity.known = await self.identity.read()
                 if self.identity.known:
                     return
+                if await self._is_being_rebuilt():
+                    self._say(
+                        "the ledger's bucket is being rebuilt: if that was broken off, run `openrl ledger rebuild "
+                        "--apply --replace` again"
+                    )
+                    await self._pause(stopping)
+                    continue
                 num_running = await self._num_running()
                 if not num_running or await self._bus.store.ledger_seats.list():
                     await self._give_identity()
@@ -52,9 +59,18 @@ class Founding:
                 )
             except Transient as error:
                 self._say(str(error))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):
-                    await stopping.wait()
+            await self._pause(stopping)
+
+    async def _is_being_rebuilt(self) -> bool:
+        """There is an identity, and it is empty."""
+        meta = self._bus.store.ledger_meta
+        return await meta.exists() and await meta.get(KEY) is not None
+
+    @staticmethod
+    async def _pause(stopping: asyncio.Event) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                await stopping.wait()
 
     async def _num_running(self) -> int:
         return sum(entry.value.state in LIVE for entry in (await self._bus.store.workers.list()).values())

@@ -2,7 +2,8 @@
 
 A dry run unless ``--apply``. It asks every launcher what runs; of one that does not answer, what it last recorded
 counts as running, for a dead launcher is no dead node (F3 finds out). It refuses while a ledger handles events, or when
-the bucket has seats, unless told. The identity is written last: until then nobody acts on what stands there.
+the bucket has seats, unless told. First of all the identity is made empty, and written last: in between nobody acts on
+what stands there, nor takes the bucket for a new one. Services that run notice within ``LOOK_S``.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ import msgspec
 from openrl_common import settings, streams
 from openrl_common.bus import Bus
 from openrl_common.controls import LedgerState, LedgerStateAnswer, Running, RunningAnswer
-from openrl_common.errors import OpenRLError, Rejected, Transient, Unreachable
-from openrl_common.identity import KEY
+from openrl_common.errors import Conflict, OpenRLError, Rejected, Transient, Unreachable
+from openrl_common.identity import KEY, LOOK_S
 from openrl_common.names import query_subject
 from openrl_common.records import LedgerIdentityRecord, SeatState, WorkerRecord, WorkloadRecord
 from openrl_ledger.core.rebuild import Rebuilt, rebuild
 from openrl_ledger.founding import LIVE
 
 ASK_S = 3.0
+NOTICED_S = LOOK_S + 2.0
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,11 +76,12 @@ async def running_workers(bus: Bus) -> tuple[list[WorkerRecord], list[str]]:
 async def workloads_of(bus: Bus) -> dict[str, WorkloadRecord]:
     """Every workload: as its job was admitted, or newer under its own key."""
     found = {}
-    for job in (await bus.store.jobs.list()).values():
-        for record in job.value.workloads:
-            found[record.workload] = record
     for key, entry in (await bus.store.workloads.list()).items():
         found[key] = entry.value
+    for job in (await bus.store.jobs.list()).values():
+        for record in job.value.workloads:
+            if record.workload not in found or found[record.workload].incarnation < record.incarnation:
+                found[record.workload] = record
     return found
 
 
@@ -113,6 +116,13 @@ async def refuse_to_replace(bus: Bus) -> None:
         )
 
 
+async def begin(bus: Bus) -> int:
+    """Make the identity empty; returns its revision. From here on services end, and wait for another one."""
+    standing = await bus.store.ledger_meta.get(KEY)
+    empty = LedgerIdentityRecord(id="", made_at=time.time(), rebuilt=True)
+    return await bus.store.ledger_meta.write(KEY, empty, last=0 if standing is None else standing.revision)
+
+
 async def write(bus: Bus, rebuilt: Rebuilt) -> None:
     """Drop what stands there, write claims, budgets and seats, and the identity last.
 
@@ -120,9 +130,7 @@ async def write(bus: Bus, rebuilt: Rebuilt) -> None:
     Raises Conflict: somebody else writes there.
     """
     store = bus.store
-    identity = await store.ledger_meta.get(KEY)
-    if identity is not None:
-        await store.ledger_meta.delete(KEY, last=identity.revision)
+    began = await begin(bus)
     tables: tuple[tuple[Any, dict[str, Any]], ...] = (
         (store.ledger_claims, rebuilt.claims),
         (store.ledger_nodes, rebuilt.budgets),
@@ -135,7 +143,7 @@ async def write(bus: Bus, rebuilt: Rebuilt) -> None:
         for key, record in records.items():
             await bucket.write(key, record, last=standing.get(key, 0))
     made = LedgerIdentityRecord(id=secrets.token_hex(8), made_at=time.time(), rebuilt=True)
-    await store.ledger_meta.write(KEY, made, last=0)
+    await store.ledger_meta.write(KEY, made, last=began)
 
 
 async def main_async(nats_url: str, *, apply: bool, while_running: bool, replace: bool) -> Report:
@@ -143,11 +151,15 @@ async def main_async(nats_url: str, *, apply: bool, while_running: bool, replace
     try:
         if apply and not while_running:
             await refuse_while_running(bus)
-        found = await look(bus)
         if apply:
             await streams.ensure(bus)
             if not replace:
                 await refuse_to_replace(bus)
+            await begin(bus)
+            if while_running:
+                await asyncio.sleep(NOTICED_S)  # what is looked at next is not changed any more
+        found = await look(bus)
+        if apply:
             await write(bus, found.rebuilt)
         seats = found.rebuilt.seats
         return Report(
@@ -160,6 +172,8 @@ async def main_async(nats_url: str, *, apply: bool, while_running: bool, replace
             notes=found.rebuilt.notes,
             seats={key: seat.assignment for key, seat in seats.items() if seat.state is not SeatState.EMPTY},
         )
+    except Conflict as error:
+        raise Rejected(f"{error} meanwhile: run it again, with --replace", code="in-use") from error
     finally:
         await bus.close()
 
