@@ -122,6 +122,7 @@ def end_leftovers(home: Path, *, progress: Progress = lambda line: None) -> None
     processes.end(left, grace_s=SERVICE_GRACE_S)
     processes.end(processes.workers_of(home), grace_s=WORKERS_GRACE_S)
     nats_server.stop_running(home / "nats")
+    processes.end(processes.nats_of(home), grace_s=nats_server.STOP_GRACE_S)  # its lock went with a deleted home
 
 
 class RoomWatch:

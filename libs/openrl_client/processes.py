@@ -1,7 +1,7 @@
-"""Finding and ending the processes of one home, whoever started them: their environment names it.
+"""Finding and ending the processes of one home, whoever started them: their environment names it, NATS' command line.
 
-Nothing is ever signalled by name or by a remembered number alone: the environment of the very process must say that it
-belongs to this home, so that a reused pid, another home or the user's own shell is never touched.
+Nothing is ever signalled by name or by a remembered number alone: the very process must say that it belongs to this
+home, so that a reused pid, another home or the user's own shell is never touched.
 """
 
 from __future__ import annotations
@@ -32,6 +32,16 @@ def warm_parents_of(home: Path) -> list[psutil.Process]:
 def workers_of(home: Path) -> list[psutil.Process]:
     """Trainers and samplers of this home, with everything they started."""
     return list(_marked(home, WORKER_MARK))
+
+
+def nats_of(home: Path) -> list[psutil.Process]:
+    """The embedded NATS server of this home, also when its files, and with them its lock, were deleted."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.cmdline()[1:] == ["--config", str(home / "nats" / "nats.conf")]:
+                found.append(process)
+    return found
 
 
 def end(processes: Iterable[psutil.Process], *, grace_s: float) -> int:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -59,6 +60,7 @@ def leftovers(home: Path) -> list[str]:
             found.append(" ".join(process.cmdline()[:3]))
     if (pid := nats_server.running_pid(home / "nats")) is not None:
         found.append(f"nats-server {pid}")
+    found += [f"nats-server {process.pid}" for process in processes.nats_of(home) if process.pid != pid]
     return found
 
 
@@ -164,6 +166,14 @@ def test_down_ends_what_a_killed_supervisor_left(home: Path) -> None:
     os.kill(info.pid, signal.SIGKILL)
     assert len(leftovers(home)) >= 4
     assert down(home, progress=quiet) >= 3
+    assert leftovers(home) == []
+
+
+def test_down_ends_what_runs_on_a_home_that_was_deleted(home: Path) -> None:
+    info = up(home, environment=SMALL_HOST, progress=quiet)
+    shutil.rmtree(home)
+    down(home, progress=quiet)
+    assert [pid for pid in (info.pid, *info.pids.values()) if psutil.pid_exists(pid)] == []
     assert leftovers(home) == []
 
 

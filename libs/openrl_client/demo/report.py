@@ -98,7 +98,7 @@ def summary(report: Report) -> str:
                 *(_number(value) for value in (job.reward_before, job.reward_after_sft, job.reward_after)),
                 "" if job.gain is None else f"{job.gain:+.3f}",
                 "" if job.first_step_s is None else f"{job.first_step_s:.1f} s",
-                ", ".join(f"{reason} {seconds:.1f} s" for reason, seconds in waited.items()),
+                ", ".join(f"{reason} {seconds:.1f} s" for reason, seconds in waited.items() if seconds >= 0.05),
             ]
         )
     header = ["JOB", "KIND", "PHASE", "BEFORE", "AFTER SFT", "AFTER GRPO", "GRPO GAIN", "FIRST STEP", "LONGEST WAITS"]

@@ -113,6 +113,7 @@ class Demo:
                     seconds["jobs"] = round(self._now, 2)
                 ending = time.monotonic()
             seconds["system_down"] = round(time.monotonic() - ending, 2)
+            screen.line("writing the report")
         seconds["all"] = round(time.monotonic() - began, 2)
         report = self._report(seconds)
         return report, write(report, home / "report")
