@@ -46,6 +46,7 @@ async def ensure(
                 allow_direct=True,
                 allow_msg_ttl=config.message_ttl or None,
                 allow_atomic=not config.work_queue or None,  # for group_commit
+                first_seq=await _first_sequence(jetstream) if config is streams.EVENTS else None,
             ),
         )
     for bucket in bucket_configs:
@@ -73,6 +74,25 @@ async def ensure(
                 bucket=streams.PAYLOADS, ttl=int(streams.PAYLOADS_MAX_AGE_S), replicas=replicas
             ),
         )
+
+
+async def _first_sequence(jetstream: JetStreamContext) -> int | None:
+    """Where the events go on when their stream was lost and the buckets were not; None: it is there, or all is new.
+
+    A job's incarnation is the place of its submission in this stream. From 1 on again, every name that was used before
+    would be refused as older than what stands in the buckets: so the milliseconds since 1970, more than there can be.
+    """
+    try:
+        await jetstream.stream_info(streams.EVENTS.name)
+    except nats.js.errors.NotFoundError:
+        try:
+            jobs = await jetstream.stream_info("KV_openrl_jobs")
+        except nats.js.errors.NotFoundError:
+            return None
+        return int(time.time() * 1_000) if jobs.state.messages else None
+    except NETWORK_ERRORS:
+        pass  # what comes next says so, and tries again
+    return None
 
 
 async def _ensure_stream(jetstream: JetStreamContext, config: api.StreamConfig) -> None:

@@ -18,6 +18,7 @@ from openrl_common.bus import Bus, Delivery
 from openrl_common.errors import Bug, Poison, Rejected, Transient, Unreachable
 from openrl_common.events import JobCancelled, JobFinished
 from openrl_common.nats_server import NatsServer
+from openrl_common.records import JobKind, JobPhase, JobRecord, JobSpec
 from openrl_common.wire import PayloadRef
 from support import until
 
@@ -334,6 +335,30 @@ async def test_setting_up_the_streams_twice_changes_nothing(bus: Bus) -> None:
     await streams.ensure(bus)
     info = await bus.jetstream.stream_info("OPENRL_EVENTS")
     assert info.state.messages == 1
+
+
+async def test_L2_events_whose_stream_was_lost_go_on_behind_those_that_the_buckets_know(bus: Bus) -> None:
+    """A job's incarnation is its place in the stream: one that began at 1 again would refuse every name used before."""
+    for submission in ("s1", "s2"):
+        await bus.publish(JobCancelled(tenant="t", job="j", submission=submission))
+    await bus.jetstream.delete_stream("OPENRL_EVENTS")
+    await streams.ensure(bus)
+    await bus.publish(JobCancelled(tenant="t", job="j", submission="s3"))
+    info = await bus.jetstream.stream_info("OPENRL_EVENTS")
+    assert info.state.last_seq == 1, "nothing is known of any job yet"
+    spec = JobSpec(name="j", kind=JobKind.FFT, base_model="/m")
+    record = JobRecord(
+        tenant="t", job="j", submission="s1", incarnation=2, spec=spec, phase=JobPhase.FAILED, runtime_tenant="",
+        runtime="", trainer="", sampler="", submitted_at=1.0,
+    )  # fmt: skip
+    await bus.store.jobs.put("t.j", record)
+    await bus.jetstream.delete_stream("OPENRL_EVENTS")
+    for submission in ("s4", "s5"):
+        await streams.ensure(bus)  # the second time it changes nothing
+        await bus.publish(JobCancelled(tenant="t", job="j", submission=submission))
+    info = await bus.jetstream.stream_info("OPENRL_EVENTS")
+    assert info.state.messages == 2
+    assert info.state.last_seq > 1_700_000_000_000
 
 
 async def test_poison_raised_by_a_handler_is_terminated_at_the_first_delivery(bus: Bus) -> None:
