@@ -188,7 +188,7 @@ def _draw_bars(axes: Any, report: Report) -> None:
 
 
 def _draw_seats(axes: Any, report: Report) -> None:
-    """One row per claim that got a device; darker with every seat; the holders written in."""
+    """One row per claim that got a device: darker with every seat, grey while it waits; the holders written in."""
     end = report.seconds.get("jobs", 0.0)
     cut = [peak for peak in report.claims if peak.devices]
     for row, peak in enumerate(cut):
@@ -197,9 +197,11 @@ def _draw_seats(axes: Any, report: Report) -> None:
         for change, until in zip(changes, ends, strict=True):
             width = until - change.at
             if change.seats and width > 0:
-                axes.barh(row, width, left=change.at, height=0.6, color="tab:blue", alpha=min(1.0, 0.3 * change.seats))
+                alpha = min(1.0, 0.3 * change.seats) if change.allocated else 0.15
+                color = "tab:blue" if change.allocated else "tab:gray"
+                axes.barh(row, width, left=change.at, height=0.6, color=color, alpha=alpha)
             if change.seats and width > 0.15 * end:
-                text = f"{change.seats}: {', '.join(change.holders)}"
+                text = f"{change.seats}: {', '.join(change.holders)}{'' if change.allocated else ' (waits)'}"
                 axes.text(change.at + 0.01 * end, row, text, va="center", fontsize=7, clip_on=True)
     axes.set_yticks(range(len(cut)), [f"{','.join(peak.devices)}\n{peak.claim[-6:]}" for peak in cut], fontsize=8)
     axes.invert_yaxis()

@@ -23,6 +23,8 @@ class SeatCount(msgspec.Struct, frozen=True):
     claim: str
     seats: int
     holders: tuple[str, ...]
+    allocated: bool = True
+    """False: the claim waits for its devices, which others may hold."""
 
 
 class ClaimPeak(msgspec.Struct, kw_only=True):
@@ -67,14 +69,16 @@ class Watcher:
 
     def _on_claim(self, claim: str, entry: Entry[ClaimRecord] | None) -> None:
         holders: tuple[str, ...] = ()
+        allocated = False
         if entry is not None:
             record = entry.value
+            allocated = bool(record.devices)
             holders = tuple(sorted(short_workload(one.workload) for one in record.entries.values()))
             peak = self.claims.setdefault(claim, ClaimPeak(claim=claim, limit=record.limit, max_seats=0))
             peak.limit = record.limit
             peak.max_seats = max(peak.max_seats, record.seats_peak, len(record.entries))
             peak.devices = record.devices or peak.devices
-        self.seats.append(SeatCount(round(time.time() - self.started_at, 3), claim, len(holders), holders))
+        self.seats.append(SeatCount(round(time.time() - self.started_at, 3), claim, len(holders), holders, allocated))
 
     def job_phase(self, key: str) -> str:
         record = self.jobs.get(key)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from openrl_client import doctor
+from openrl_client.cli import run
 from openrl_client.cli.doctor import report
 from openrl_client.doctor import Finding, Level
 from openrl_common.controls import LedgerStateAnswer
@@ -122,3 +123,22 @@ def test_the_report_ends_with_a_verdict() -> None:
     assert text.splitlines()[0].split() == ["LEVEL", "ABOUT", "FOUND", "REMEDY"]
     assert text.splitlines()[-1] == "1 failed"
     assert report([doctor.judge_skew(0.0)]).splitlines()[-1] == "all is well"
+
+
+def test_a_system_that_nobody_supervises_is_a_warning_with_what_to_do() -> None:
+    assert doctor.judge_supervisor(17, held=True) == []
+    findings = doctor.judge_supervisor(17, held=False)
+    assert levels(findings) == ["warning"]
+    assert "17" in findings[0].what
+
+
+def test_without_a_system_this_host_is_looked_at_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """C5: the exit code still says that nothing answers."""
+    monkeypatch.delenv("OPEN_RL_NATS_URL", raising=False)
+    assert run(["doctor", "--home", str(tmp_path)]) == 5
+    shown = capsys.readouterr()
+    assert "no OpenRL system is up" in shown.out
+    assert str(tmp_path) in shown.err
+    assert "disk" in shown.out

@@ -149,3 +149,9 @@ def test_a_function_that_cannot_be_a_task_is_refused_before_the_job_is_published
     file.write_text(body)
     with pytest.raises(Rejected, match=said):
         load_task(f"{file}:score", prompts=None)
+
+
+@pytest.mark.parametrize(("name", "hint"), [("letters", "letters:sort"), ("basic_arithmetik", "basic_arithmetic")])
+def test_an_unknown_name_says_what_to_use(name: str, hint: str) -> None:
+    with pytest.raises(Rejected, match=hint):
+        load_task(name)
