@@ -395,6 +395,15 @@ def _sync_of(home: Path, monitor: str | None) -> str | None:
     return None
 
 
+def not_ready(body: bytes) -> str:
+    """Why, in one line, of what a service's /readyz answers."""
+    try:
+        failing = msgspec.json.decode(body, type=dict[str, Any])["failing"]
+        return "; ".join(str(why) for why in failing.values())
+    except (msgspec.MsgspecError, KeyError, AttributeError):
+        return " ".join(body.decode(errors="replace").split())[:300]
+
+
 def _services(home: Path) -> list[Finding]:
     """Of a system that runs on this home: what each service's /readyz says."""
     info = read_up(home)
@@ -406,7 +415,7 @@ def _services(home: Path) -> list[Finding]:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=3):
                 answers[name] = ""
         except urllib.error.HTTPError as error:
-            answers[name] = f"not ready: {error.read().decode(errors='replace').strip()[:300]}"
+            answers[name] = f"not ready: {not_ready(error.read())}"
         except OSError as error:
             answers[name] = f"does not answer on port {port} ({os.strerror(error.errno) if error.errno else error})"
     return judge_services(answers) + judge_supervisor(info.pid, held=is_locked(home))

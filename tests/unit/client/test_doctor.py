@@ -142,3 +142,15 @@ def test_without_a_system_this_host_is_looked_at_all_the_same(
     assert "no OpenRL system is up" in shown.out
     assert str(tmp_path) in shown.err
     assert "disk" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"ok":false,"failing":{"bus":"NATS is away","caches":"not read yet"}}', "NATS is away; not read yet"),
+        (b'{"failing":["bus"]}', '{"failing":["bus"]}'),
+        (b"<html>\n gateway", "<html> gateway"),
+    ],
+)
+def test_why_a_service_is_not_ready_is_one_line(body: bytes, said: str) -> None:
+    assert doctor.not_ready(body) == said
