@@ -202,7 +202,7 @@ def dlq_show(where: Where, sequence: int) -> None:
     raise Rejected(f"dead letter {sequence} is not known: see `openrl dlq list`", code="unknown")
 
 
-@dlq.command("requeue")
+@dlq.command("requeue", short_help="Have dead letters handled again.")
 @click.argument("sequences", type=click.IntRange(min=1), nargs=-1)
 @click.option("--all", "every", is_flag=True, help="Every dead letter.")
 @connection
