@@ -24,6 +24,7 @@ from openrl_common.records import (
     JobRecord,
     LeaseRecord,
     LeaseState,
+    LedgerIdentityRecord,
     NodeBudget,
     NodeRecord,
     ReadyRecord,
@@ -162,8 +163,8 @@ class Invariants:
         if check is None:
             root = subject[: subject.find(".", len(root)) + 1]
             check = self._checks.get(root)
-        if subject == _IDENTITY and message.data:
-            self.ledger_is_lost = False
+        if subject == _IDENTITY and message.data and msgspec.json.decode(message.data, type=LedgerIdentityRecord).id:
+            self.ledger_is_lost = False  # (an empty one: it is being rebuilt)
         if check is not None and not (self.ledger_is_lost and root.startswith("$KV.openrl_ledger.")):
             check(subject[len(root) :], value_of(root, before), value_of(root, message))
 

@@ -53,4 +53,6 @@ REGRESSIONS: dict[int, str] = {
     606594: "an end of which only the job's record was written before a kill was never gone on with (E6)",
     608999: "a LoRA runtime whose job was replaced before any record carried it had a seat and no record (P12)",
     611392: "the simulator's mirror took in a list of before an outage after one of behind it: a seat was forgotten",
+    701886: "a late refusal made a running worker's workload wait, and the pass kept an old copy of it (L5, E5)",
+    710381: "the simulator did not know that a ledger's bucket is being rebuilt (L7)",
 }

@@ -152,10 +152,12 @@ def _refused(state: State, event: SeatRefused, now: float, fx: Effects) -> None:
         fx.workloads[record.workload] = None
         settle(state, event.workload, now, fx)
     else:
-        if event.code in ("predecessor", "releasing"):
+        if placed(record):
+            pass  # a late answer: another replica has booked the same request
+        elif event.code in ("predecessor", "releasing"):
             record = with_reason(record, Reason.WAITING_FOR_PREDECESSOR, event.message, now)
             state.put_workload(record)
-        elif not placed(record):
+        else:
             cause = record.message if record.reason is Reason.UNSCHEDULABLE else ""
             reason, message = state.fleet.why(need(record, now), cause)
             record = with_reason(record, event.reason or reason, event.message if event.reason else message, now)

@@ -178,6 +178,7 @@ def _look_again(state: State, record: WorkloadRecord, now: float, fx: Effects) -
     ready_is_due(state, state.workloads[record.workload], now, fx)
     if is_wedged(state, state.workloads[record.workload], now):
         give_up(state, state.workloads[record.workload], now, fx)
+    record = state.workloads[record.workload]  # as all this has left it
     asked_at = state.requested_at.get(record.workload)
     if asked_at is None and record.phase is WorkloadPhase.SUBMITTED:
         state.requested_at[record.workload] = now  # after a restart: give the answer its time

@@ -135,3 +135,31 @@ def test_W2_more_waiters_than_one_wake_up_asks_for_are_not_left_to_the_slow_pass
         asked += len(it.take(SeatRequested))
     assert asked == 100
     assert it.workload(trainer("j0")).reason is not Reason.IMPOSSIBLE
+
+
+def test_E5_the_pass_that_finds_an_allocation_and_a_ready_worker_leaves_it_ready() -> None:
+    """Both were missed. An old copy of the record would stand in the line again, its worker running."""
+    it = Desk()
+    it.node(node())
+    it.submit("a")
+    first = it.take(SeatRequested)[0]
+    assignment = it.book(first, allocate=False)
+    claim = f"c-{first.workload}"
+    standing = it.state.fleet.claims[claim]
+    it.state.fleet.set_claim(claim, allocated(dict(standing.entries)))
+    it.state.ready[assignment] = True
+    it.repair(11)
+    assert it.workload(first.workload).phase is WorkloadPhase.READY
+
+
+def test_L5_a_late_refusal_of_a_request_that_another_replica_booked_takes_no_seat_away() -> None:
+    """The first handler of a move had fenced its own claim; the second sees that, and says so after the booking."""
+    it = full_house()
+    queue(it, "a")
+    free_one(it)
+    (move,) = it.take(SeatRequested)
+    it.book(move, move.candidates[0])
+    it.ready(move.workload)
+    refuse(it, move, "releasing")
+    assert it.workload(move.workload).phase is WorkloadPhase.READY
+    assert it.workload(move.workload).reason is None
