@@ -14,6 +14,8 @@ close_engine() {
     kill -9 "$engine_pid" 2>/dev/null || true
   fi
   if [[ -n $engine_dir ]]; then
+    # a build that was interrupted leaves its file system mounted
+    awk -v dir="$engine_dir/" 'index($2, dir) == 1 {print $2}' /proc/mounts | xargs -r umount --lazy || true
     rm -rf "$engine_dir" 2>/dev/null || true
   fi
 }
