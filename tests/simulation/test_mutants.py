@@ -233,7 +233,7 @@ MUTANTS = [
         RECORDED_FIRST,
         "gate",
         ("T2", "invariant 1", "invariant 5"),
-        seeds=tuple(_seeds_where(_orphans, range(2000))),
+        seeds=tuple(_seeds_where(_orphans, range(13_300, 17_000))),
     ),
     Mutant(
         "S7 a refusal is remembered for ever",
