@@ -358,8 +358,8 @@ UPDATE_METHOD = setting(
     type=click.Choice(["streamed", "reload", "patch"]),
     default="streamed",
     help="How samplers replace full weights, fixed when a job is placed (its room is counted). streamed: slice by "
-    "slice, the chunk beside them; reload: the engine's own loader, which stages whole tensors; patch: the same, and deltas "
-    "by vLLM's patch loader.",
+    "slice, the chunk beside them; reload: the engine's own loader, which stages whole tensors; patch: the same, and "
+    "deltas by vLLM's patch loader.",
 )
 UPDATE_CHUNK_BYTES = setting(
     "--update-chunk-bytes",
