@@ -69,7 +69,7 @@ test-e2e: setup  ## every service, for real
 test-chaos: setup  ## a long storm of kills, restarts, stops and full disks on the real thing (some minutes)
 	$(BIN)/python -m pytest tests/e2e -m chaos $(ARGS)
 
-test-long: setup  ## tests of half a minute and more
+test-long: setup  ## what takes long and is shown in part by shorter tests
 	$(BIN)/python -m pytest $(SUITES) -m long $(ARGS)
 
 test-exact: setup  ## trainers killed 50 times in 40 steps, every bit compared (some minutes)

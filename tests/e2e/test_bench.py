@@ -62,7 +62,7 @@ def test_W1_bench_seats_prints_every_figure_and_the_first_in_line_takes_each_fre
     assert not list(store.iterdir()), "the store is removed afterwards"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(320)
 def test_V12_bench_sampler_prints_every_figure_and_sampler_and_trainer_agree() -> None:
     answer = bench("sampler", "--json", "--seconds", "0.5", "--clients", "1,3", "--max-tokens", "8", timeout_s=300)

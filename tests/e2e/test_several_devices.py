@@ -13,7 +13,7 @@ from openrl_client.supervisor import LocalSystem
 from openrl_common.queries import ExplainAnswer, ExplainQuery
 from openrl_common.records import ClaimRecord, ClaimState, JobKind, JobPhase, JobSpec
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(240)]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from openrl_common.records import JobKind, JobSpec, Overrides, Reason, WorkloadP
 
 from .conftest import SETTINGS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(180)]
 WORKERS = Path(__file__).parent.parent / "bus" / "launcher" / "fake_workers"
 
 

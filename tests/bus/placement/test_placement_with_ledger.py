@@ -198,6 +198,7 @@ async def test_W1_one_placement_acts_and_another_takes_over_at_once_when_its_pro
     assert await active(system) == 0, "handed back"
 
 
+@pytest.mark.long
 async def test_W1_a_placement_that_slept_past_its_lease_ends_and_changes_nothing(system: System) -> None:
     """W1, E13: the other judges by its own clock; what the sleeper had in mind is not written over the other's."""
     await system.start("placement", "second")

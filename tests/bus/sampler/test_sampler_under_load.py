@@ -43,6 +43,7 @@ async def test_v10_a_request_that_runs_past_its_deadline_leaves_the_engine_unans
     assert outcomes['openrl_sampler_requests_total{outcome="deadline"}'] == 1
 
 
+@pytest.mark.long
 async def test_v10_a_storm_of_requests_cancellations_and_updates_ends_with_every_request_settled_once(
     world: World,
 ) -> None:
@@ -139,6 +140,7 @@ async def test_v5_a_version_is_verified_beside_generation_and_applied_once_it_is
     assert versions(await world.sample()) == {1}
 
 
+@pytest.mark.long
 async def test_v11_replicas_share_the_requests_and_one_that_dies_leaves_its_own_to_the_other(world: World) -> None:
     """V11: both are told of weights; the survivor answers what the dead one had in hand, once, within seconds."""
     workload = await world.workload(JobKind.FFT, ("t.j",))
