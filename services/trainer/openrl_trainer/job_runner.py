@@ -140,6 +140,7 @@ class JobRunner:
             return
         if mark is not None:
             self._order.expected, self._start_at = mark.seq + 1, mark.position
+        await self._drop_old_versions(engine)  # a killed process may have answered a version and not come to it
 
     def stop(self) -> None:
         self._stopping.set()
@@ -279,8 +280,11 @@ class JobRunner:
         outcome: Outcome = await self._on_disk(write)
         await self._settle(outcome, envelope, request, started)
         if outcome.weights is not None:
-            served = await self._served_versions()
-            await self._on_disk(lambda: engine.retain(served))
+            await self._drop_old_versions(engine)
+
+    async def _drop_old_versions(self, engine: TrainEngine) -> None:
+        served = await self._served_versions()
+        await self._on_disk(lambda: engine.retain(served))
 
     async def _settle(
         self, outcome: Outcome, envelope: Envelope, request: AnyTrainRequest | None, started: float

@@ -175,3 +175,20 @@ async def test_a_state_that_is_lost_is_told_to_every_asker_and_never_guessed_R5_
     assert stored is not None
     assert stored.value == lost
     assert await asyncio.to_thread(psutil.pid_exists, trainers.pid), "other jobs of a runtime go on"
+
+
+@pytest.mark.timeout(240)
+async def test_versions_that_a_killed_trainer_did_not_come_to_drop_are_dropped_by_the_next_R11(
+    world: World, trainers: Trainers
+) -> None:
+    workload = await world.workload(JobKind.FFT, "tune")
+    await world.job("tune", JobKind.FFT, workload)
+    await trainers.begin(workload)
+    for seq in (1, 2):
+        assert (await world.ask("tune", SaveWeights(seq=seq, incarnation=7))).error is None
+    await trainers.kill()
+    directory = world.home / "weights/default/tune/7"
+    assert sorted(path.name for path in directory.glob("v*")) == ["v000001", "v000002"]
+    await trainers.begin(workload, OPEN_RL_KEEP_WEIGHTS="1")
+    assert (await world.ask("tune", forward(3))).error is None
+    assert sorted(path.name for path in directory.glob("v*")) == ["v000002"]
