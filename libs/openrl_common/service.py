@@ -77,15 +77,21 @@ class ServiceContext:
 Body = Callable[[ServiceContext], Awaitable[None]]
 
 _COLLECTIONS = (20_000, 10, 1_000)
-"""A full collection looks at every record that a service holds: 80 ms with 10,000 workloads waiting. Young garbage is
-nearly all there is, so the old is looked at seldom."""
+
+
+def collect_seldom() -> None:
+    """For services that hold records by the thousand; not for workers, whose old garbage may hold tensors.
+
+    A full collection looks at every record: 80 ms with 10,000 workloads waiting. Young garbage is nearly all there is,
+    so the old is looked at seldom.
+    """
+    gc.set_threshold(*_COLLECTIONS)
 
 
 def run(service: str, config: ServiceSettings, body: Body, *, instance: str = "") -> int:
     """Run ``body`` as a service process; returns the exit code (0 ended or asked to, 1 failed, 5 no NATS)."""
     telemetry.configure_logging(service, level=config.log_level, log_format=config.log_format)
     stop_tracing = telemetry.configure_tracing(service, instance=instance)
-    gc.set_threshold(*_COLLECTIONS)
     try:
         return asyncio.run(_serve(service, config, body))
     except OpenRLError as error:

@@ -14,7 +14,7 @@ import click
 from prometheus_client import Gauge
 
 from openrl_common.errors import Bug, Rejected
-from openrl_common.service import ServiceContext, run
+from openrl_common.service import ServiceContext, collect_seldom, run
 from openrl_common.settings import from_parameters, settings
 from openrl_launcher.kubernetes import settings as kubernetes
 from openrl_launcher.local import LocalBackend
@@ -30,6 +30,7 @@ WARM_MODULES = ("openrl_trainer.warm", "openrl_sampler.warm")
 def main(**parameters: object) -> None:
     """Cut claims on devices, start and stop workers, report what the machine or the cluster says."""
     config = from_parameters(LauncherSettings, parameters)
+    collect_seldom()
     try:
         if parameters["backend"] == "kubernetes":
             sys.exit(_run_for_cluster(config, from_parameters(kubernetes.KubernetesSettings, parameters)))

@@ -7,7 +7,7 @@ import sys
 import click
 
 from openrl_common import settings
-from openrl_common.service import SERVICE_SETTINGS, ServiceContext, run
+from openrl_common.service import SERVICE_SETTINGS, ServiceContext, collect_seldom, run
 from openrl_ledger.core.retention import KEEP_S_MIN
 from openrl_ledger.service import LedgerSettings, serve
 from openrl_ledger.turns_service import TURN_SETTINGS
@@ -45,6 +45,7 @@ def main(**parameters: object) -> None:
     async def body(context: ServiceContext) -> None:
         await serve(context, config)
 
+    collect_seldom()
     sys.exit(run("ledger", config, body))
 
 

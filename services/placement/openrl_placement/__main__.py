@@ -7,7 +7,7 @@ import sys
 import click
 
 from openrl_common import settings
-from openrl_common.service import SERVICE_SETTINGS, ServiceContext, run
+from openrl_common.service import SERVICE_SETTINGS, ServiceContext, collect_seldom, run
 from openrl_placement.service import PlacementSettings, serve
 
 TRAINER_DEVICE_BASE_BYTES = settings.setting(
@@ -90,6 +90,7 @@ def main(**parameters: object) -> None:
     async def body(context: ServiceContext) -> None:
         await serve(context, config)
 
+    collect_seldom()
     sys.exit(run("placement", config, body))
 
 
