@@ -14,7 +14,7 @@ from openrl_common.bus import Bus
 from openrl_common.duty import Duty
 from openrl_common.errors import Conflict, Transient
 from openrl_common.events import Event
-from openrl_common.records import JobRecord, WorkloadRecord
+from openrl_common.records import JobRecord
 from openrl_common.store import Bucket, Entry
 from openrl_placement.state import Effects, State
 
@@ -32,7 +32,7 @@ class Outbox:
         self._duty = duty
         self._tails: dict[str, asyncio.Future[None]] = {}
         self._kept: list[Effects] = []
-        self.revisions: dict[tuple[int, str], int] = {}
+        self._revisions: dict[tuple[int, str], int] = {}
         """Of every record, what was last read or written: the next write is a compare-and-swap from it."""
         self._carried: dict[str, tuple[int, tuple[str, ...]]] = {}
         """Job → incarnation and workloads that its stored record carries."""
@@ -42,7 +42,7 @@ class Outbox:
 
     def found(self, bucket: Bucket[T], entry: Entry[T]) -> None:
         """A record that stood there at the start."""
-        self.revisions[id(bucket), entry.key] = entry.revision
+        self._revisions[id(bucket), entry.key] = entry.revision
         if isinstance(entry.value, JobRecord):
             self._note_carried(entry.key, entry.value)
 
@@ -114,8 +114,7 @@ class Outbox:
                 record = self._state.jobs.get(key)
                 left = self._left_behind(key, record)
                 if left:
-                    if await self._written(self._bus.store.workloads, left[0], self._state.workloads):
-                        self._alone.pop(left[0], None)
+                    await self._written(self._bus.store.workloads, left[0], self._state.workloads)
                 elif await self._written(self._bus.store.jobs, key, self._state.jobs):
                     self._note_carried(key, record)
                     return
@@ -134,20 +133,20 @@ class Outbox:
         """
         self._look_at_duty()
         place = (id(bucket), key)
-        record, last = records.get(key), self.revisions.get(place, 0)
+        record, last = records.get(key), self._revisions.get(place, 0)
         try:
             if record is not None:
-                self.revisions[place] = await bucket.write(key, record, last=last)
+                self._revisions[place] = await bucket.write(key, record, last=last)
             elif last:
                 await bucket.delete(key, last=last)
-                self.revisions.pop(place, None)
+                self._revisions.pop(place, None)
         except Conflict:
             standing = await bucket.get(key)
             if self._duty is not None:
                 await self._duty.confirm()  # after the read: what is written from it can replace nothing newer
-            self.revisions[place] = 0 if standing is None else standing.revision
+            self._revisions[place] = 0 if standing is None else standing.revision
             return False
-        if isinstance(record, WorkloadRecord):
+        if bucket is self._bus.store.workloads:
             self._alone.pop(key, None)
         return True
 

@@ -101,8 +101,7 @@ class EngineLoop:
         stopping = self._context.stopping.is_set()
         if not stopping:
             self._refuse_waiting()
-            self._weights.look_ahead()
-        due = not stopping and self._weights.has_due
+        due = not stopping and self._weights.look_ahead()
         starts = not stopping and self._engine.room > 0 and self._requests.line.has_startable(**self._versions())
         if not (due or starts or self._engine.num_sequences):
             return False

@@ -136,11 +136,19 @@ class WeightsKeeper:
         chosen = due(self._records.values(), keys, applied, self._failures, time.time())
         return {job_key(r.tenant, r.job, r.incarnation): r for r in chosen}
 
-    def look_ahead(self) -> None:
-        """Begin to look through what is due and was not yet; ``wake`` is set when that is done."""
+    def look_ahead(self) -> bool:
+        """Begin to look through what is due and was not yet; ``wake`` is set when that is done.
+
+        Returns:
+            Whether ``apply_due`` would touch the device now.
+        """
+        touches = self._lora and bool(self._served - self._attached.keys)
         for key, record in self._due().items():
-            if self._sound.get(key) != record.version and key not in self._looking:
+            if self._sound.get(key) == record.version:
+                touches = touches or not self._engine.pinned(key)
+            elif key not in self._looking:
                 self._looking[key] = asyncio.create_task(self._look_through(key, record))
+        return touches
 
     async def looked_ahead(self) -> None:
         """Whatever is due now has been looked through."""
@@ -160,16 +168,6 @@ class WeightsKeeper:
         finally:
             del self._looking[key]
             self._wake.set()
-
-    @property
-    def has_due(self) -> bool:
-        """Whether ``apply_due`` would touch the device."""
-        if self._lora and self._served - self._attached.keys:
-            return True
-        return any(
-            self._sound.get(key) == record.version and not self._engine.pinned(key)
-            for key, record in self._due().items()
-        )
 
     async def apply_due(self) -> None:
         """Bring every job that can be to its newest version; drop the adapters of jobs that left."""

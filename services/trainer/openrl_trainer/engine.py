@@ -52,7 +52,7 @@ from openrl_trainer.optimizer import Adam, gradient_norm
 from openrl_trainer.packing import padding_limit, share
 from openrl_trainer.passes import Budget, MemoryShort, Passes
 from openrl_trainer.ranks import Ranks
-from openrl_trainer.shortage import Shortage, leave
+from openrl_trainer.shortage import CHANGES_IN_PLACE, Shortage, leave
 from openrl_trainer.state_file import OPTIMIZER_SECTIONS, SECTIONS, State, read_state, write_state
 from openrl_trainer.weights_out import VersionRequest, VersionWriter, copy_weights, host_copy, remove_old_versions
 
@@ -201,7 +201,7 @@ class TrainEngine:
         """
         if request.seq == self._refused_seq:
             raise _OutOfMemory(f"out of memory with {self.token_budget} tokens a pass: {_ADVICE}")
-        halfway = isinstance(request, OptimStep | LoadState)  # they change in place: only the log brings the state back
+        halfway = isinstance(request, CHANGES_IN_PLACE)  # only the log brings the state back
         while True:
             try:
                 return (yield from self._run(request))

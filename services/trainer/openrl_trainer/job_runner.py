@@ -56,6 +56,7 @@ from openrl_trainer.checkpointer import Checkpointer, InThread
 from openrl_trainer.device import Device
 from openrl_trainer.log import Apply, LogOrder, Refuse, Repeat
 from openrl_trainer.metrics import Metrics
+from openrl_trainer.shortage import CHANGES_IN_PLACE
 
 if TYPE_CHECKING:  # torch is imported in the engine's thread, not here
     from openrl_trainer.engine import Outcome, TrainEngine
@@ -372,8 +373,8 @@ class JobRunner:
             try:
                 return (yield from engine.steps(request, stored))
             except RuntimeError as error:  # what torch refuses for this request alone; gradients are as before (R6)
-                if isinstance(request, OptimStep | LoadState):
-                    raise  # changed in part, perhaps: only the log brings the state back
+                if isinstance(request, CHANGES_IN_PLACE):
+                    raise  # only the log brings the state back
                 log.exception("entry %d of job %s failed in the engine", request.seq, self.name)
                 return _failed(request.seq, "engine-error", f"{type(request).__name__}: {str(error).splitlines()[0]}")
 

@@ -16,7 +16,11 @@ from pathlib import Path
 import msgspec
 
 from openrl_common.records import Record
+from openrl_common.wire import LoadState, OptimStep
 from openrl_trainer.files import replace_file
+
+CHANGES_IN_PLACE = (OptimStep, LoadState)
+"""Broken off, they leave a part of the state changed; of any other request the state is as before."""
 
 
 class Shortage(Record, frozen=True, kw_only=True):
