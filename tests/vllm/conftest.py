@@ -17,8 +17,8 @@ vllm_options.set_environment(os.environ)
 import torch  # noqa: E402
 from sampler_support import save_full_version, save_lora_version, save_model  # noqa: E402
 from sampler_world import World  # noqa: E402
+from worlds import running  # noqa: E402
 
-from openrl_common import streams  # noqa: E402
 from openrl_common.bus import Bus  # noqa: E402
 from openrl_common.nats_server import NatsServer  # noqa: E402
 from openrl_common.records import JobKind, WeightsRecord  # noqa: E402
@@ -54,17 +54,12 @@ def model_path(tmp_path_factory: pytest.TempPathFactory, save_tiny_model: Callab
 async def world(tmp_path: Path, model_path: Path) -> AsyncIterator[World]:
     server = NatsServer(tmp_path / "nats")
     server.start()
-    bus = await Bus.connect(server.url, name="test")
-    await streams.ensure(bus)
-    # Importing vLLM takes long on a busy machine.
-    world = World(bus, server.url, tmp_path, model_path, engine="vllm-cpu", head_dim=HEAD_DIM, deadline_s=400.0)
-    await world.listen()
-    yield world
-    for process in world.processes:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-    await bus.close()
+
+    def make(bus: Bus) -> World:  # importing vLLM takes long on a busy machine
+        return World(bus, server.url, tmp_path, model_path, engine="vllm-cpu", head_dim=HEAD_DIM, deadline_s=400.0)
+
+    async with running(server.url, make) as world:
+        yield world
     server.stop()
 
 

@@ -273,13 +273,18 @@ async def test_B1_B6_kill_9_of_the_launcher_ends_the_parent_and_the_next_one_ado
     assert processes.warm_parents_of(home) == []
 
 
+def let_the_parent_import_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: int) -> None:
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    only_there = f"if any('zygote' in word for word in sys.orig_argv): time.sleep({seconds})"
+    write(slow, "sitecustomize", f"import sys, time\n{only_there}")
+    monkeypatch.setenv("PYTHONPATH", f"{slow}{os.pathsep}{os.environ['PYTHONPATH']}")
+
+
 async def test_B6_a_worker_asked_for_while_the_parent_imports_waits_for_it(
     ledger: Ledger, launcher: Callable[[], Any], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = tmp_path / "slow"
-    slow.mkdir()
-    write(slow, "sitecustomize", "import sys, time\nif any('zygote' in word for word in sys.orig_argv): time.sleep(2)")
-    monkeypatch.setenv("PYTHONPATH", f"{slow}{os.pathsep}{os.environ['PYTHONPATH']}")
+    let_the_parent_import_slowly(tmp_path, monkeypatch, seconds=2)
     launcher()
     _, _, _, pid = await ledger.run("sleep")
     assert forked(pid)
@@ -289,10 +294,7 @@ async def test_B6_a_worker_asked_for_while_the_parent_imports_waits_for_it(
 async def test_B6_workers_that_wait_for_the_parent_do_not_hold_up_the_end(
     ledger: Ledger, launcher: Callable[[], Any], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = tmp_path / "slow"
-    slow.mkdir()
-    write(slow, "sitecustomize", "import sys, time\nif any('zygote' in word for word in sys.orig_argv): time.sleep(60)")
-    monkeypatch.setenv("PYTHONPATH", f"{slow}{os.pathsep}{os.environ['PYTHONPATH']}")
+    let_the_parent_import_slowly(tmp_path, monkeypatch, seconds=60)
     launcher()
     running = asyncio.create_task(ledger.run("sleep"))
     await until(lambda: "a worker waits for the warm start" in (home / "launcher.log").read_text(), deadline_s=20.0)

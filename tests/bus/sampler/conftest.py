@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from sampler_support import save_model
 from sampler_world import World
+from worlds import running
 
-from openrl_common import streams
-from openrl_common.bus import Bus
 from openrl_common.nats_server import NatsServer
 
 
@@ -21,13 +20,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def world(nats_server: NatsServer, tmp_path: Path, model: Path) -> AsyncIterator[World]:
-    bus = await Bus.connect(nats_server.url, name="test")
-    await streams.ensure(bus)
-    world = World(bus, nats_server.url, tmp_path, model)
-    await world.listen()
-    yield world
-    for process in world.processes:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-    await bus.close()
+    url = nats_server.url
+    async with running(url, lambda bus: World(bus, url, tmp_path, model)) as world:
+        yield world

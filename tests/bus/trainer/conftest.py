@@ -10,10 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from worlds import running
 
 from bus.trainer.trainer_world import Trainers, World
-from openrl_common import streams
-from openrl_common.bus import Bus
 from openrl_common.nats_server import NatsServer
 
 
@@ -32,18 +31,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def world(nats_server: NatsServer, tmp_path: Path, model: Path) -> AsyncIterator[World]:
-    bus = await Bus.connect(nats_server.url, name="test")
-    await streams.ensure(bus)
-    home = tmp_path / "home"
+    url, home = nats_server.url, tmp_path / "home"
     home.mkdir()
-    world = World(bus, nats_server.url, home, model)
-    await world.listen()
-    yield world
-    for process in world.processes:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-    await bus.close()
+    async with running(url, lambda bus: World(bus, url, home, model)) as world:
+        yield world
 
 
 @pytest.fixture(scope="module")
