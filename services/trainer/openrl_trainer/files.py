@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import safetensors
-
 from openrl_common.errors import Rejected
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -24,6 +22,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """Turn the ways a write can fail into Rejected: ``disk-full`` or ``write-failed``, naming the path."""
+    import safetensors  # here: the shell of a trainer, which starts in no time, takes other things of this module
+
     try:
         yield
     except (OSError, safetensors.SafetensorError) as error:
