@@ -94,9 +94,16 @@ class Line:
     def groups(self) -> list[Group]:
         return list(self._groups)
 
-    def waiting(self, fits: Callable[[Group], bool] | None = None) -> Iterator[str]:
-        """Waiters of the groups that fit, first in line first. The line may be changed while this is read."""
-        chosen = [_walk(members) for group, members in self._groups.items() if fits is None or fits(group)]
+    def place(self, workload: str) -> Place:
+        """Where it stands: KeyError for one that does not wait."""
+        return self._where[workload][0]
+
+    def waiting(self, fits: Callable[[Group], bool] | None = None, *, after: Place | None = None) -> Iterator[str]:
+        """Waiters of the groups that fit, first in line first, or first behind a place (which may have been left).
+
+        The line may be changed while this is read.
+        """
+        chosen = [_walk(members, after) for group, members in self._groups.items() if fits is None or fits(group)]
         for place in heapq.merge(*chosen):
             if place[2] in self._where:
                 yield place[2]
@@ -161,9 +168,9 @@ def _take(counts: Counter[str], amounts: dict[str, int]) -> None:
             del counts[key]
 
 
-def _walk(members: SortedList[Place]) -> Iterator[Place]:
+def _walk(members: SortedList[Place], after: Place | None) -> Iterator[Place]:
     """Every member in order, also when members come and go meanwhile; O(log n) a step."""
-    index = 0
+    index = 0 if after is None else members.bisect_right(after)
     while index < len(members):
         place = members[index]
         yield place

@@ -43,8 +43,8 @@ def tick(state: State, now: float) -> Effects:
     while state.idle and state.idle[0][0] + state.policy.lora_idle_s <= now:
         _, workload = state.idle[0]
         runtime_idle(state, state.workloads[workload], now, fx)
-    if state.seatless_left:
-        wake_seatless(state, now, fx)
+    if state.seatless_after is not None:
+        wake_seatless(state, now, fx, after=state.seatless_after)
     while state.ended and state.ended[0][0] + state.policy.keep_ended_s <= now:
         _, key = state.ended[0]
         _forget(state, key, fx)

@@ -31,7 +31,7 @@ from openrl_common.records import (
     WorkloadRecord,
 )
 from openrl_placement.fleet import Fleet, Need
-from openrl_placement.line import Group, Line
+from openrl_placement.line import Group, Line, Place
 
 WAITS_MAX = 32
 _EARLY_MAX = 4_096
@@ -109,8 +109,8 @@ class State:
         self.pulling: dict[str, WorkerRecord] = {}
         self.requested_at: dict[str, float] = {}
         self.sweep_at: float | None = None
-        self.seatless_left = False
-        """The last wake-up of waiters without any claim asked for as many as one may: there are more."""
+        self.seatless_after: Place | None = None
+        """The last wake-up of waiters without any claim asked for as many as one may: it goes on behind this place."""
         self.refused_at: defaultdict[str, dict[str, tuple[tuple[int, int], float]]] = defaultdict(dict)
         """Claims that refused a workload: how often each had changed by then (``Fleet.changes``), and when."""
         self._released: OrderedDict[str, None] = OrderedDict()

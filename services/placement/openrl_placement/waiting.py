@@ -10,13 +10,14 @@ Not here: why a workload waits (``fleet.why``), ends and failures (``endings``).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from openrl_common.events import SeatRequested
 from openrl_common.records import ClaimState, WorkloadPhase, WorkloadRecord
 from openrl_placement.fleet import CANDIDATES_MAX, Need
-from openrl_placement.line import Group, Promise
+from openrl_placement.line import Group, Place, Promise
 from openrl_placement.state import Effects, State, alive, need, order, release_request, waits, with_reason
 from openrl_placement.wedge import nodes_avoided
 
@@ -97,18 +98,27 @@ def wake_claim(state: State, claim: str, now: float, fx: Effects) -> None:
         _request(state, waiter, tuple(candidates), now, fx)
 
 
-def wake_seatless(state: State, now: float, fx: Effects) -> None:
-    """Ask again for the first waiters that hold no claim: a node joined, a device came free, or time has passed."""
+def wake_seatless(state: State, now: float, fx: Effects, *, after: Place | None = None) -> None:
+    """Ask again for the first waiters that hold no claim: a node joined, a device came free, or time has passed.
+
+    ``after``: for those behind this place, which are left of an earlier wake-up: who was asked then and got nothing has
+    had its turn.
+    """
     asked = 0
-    state.seatless_left = False
-    for workload in state.line.waiting(lambda group: group.seatless and bool(state.fleet.tiers(group.shape))):
+    state.seatless_after = None
+    for workload in state.line.waiting(partial(_can_found, state), after=after):
         if state.line.busy(workload):
             continue
-        if asked == SEATLESS_MAX:
-            state.seatless_left = True
-            return
+        place = state.line.place(workload)
         ask(state, state.workloads[workload], now, fx)
         asked += 1
+        if asked == SEATLESS_MAX:
+            state.seatless_after = place
+            return
+
+
+def _can_found(state: State, group: Group) -> bool:
+    return group.seatless and bool(state.fleet.tiers(group.shape))
 
 
 def found_anew(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:

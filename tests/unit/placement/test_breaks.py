@@ -137,6 +137,24 @@ def test_W2_more_waiters_than_one_wake_up_asks_for_are_not_left_to_the_slow_pass
     assert it.workload(trainer("j0")).reason is not Reason.IMPOSSIBLE
 
 
+def test_W2_the_tick_goes_on_behind_those_it_asked_for_also_when_they_got_nothing() -> None:
+    it = Desk()
+    for number in range(100):
+        it.submit(f"j{number}")
+    it.node(node(devices=8))
+    asked: list[str] = []
+    for _ in range(5):
+        requests = it.take(SeatRequested)
+        asked += [each.workload for each in requests]
+        for each in requests:
+            refuse(it, each)
+        it.take(SeatRequested)
+        it.tick(1)
+    assert len(asked) == 200
+    assert len(set(asked)) == 200
+    assert it.take(SeatRequested) == []
+
+
 def test_E5_the_pass_that_finds_an_allocation_and_a_ready_worker_leaves_it_ready() -> None:
     """Both were missed. An old copy of the record would stand in the line again, its worker running."""
     it = Desk()
