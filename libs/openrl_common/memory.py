@@ -439,7 +439,7 @@ class MemoryBucket(Bucket[T]):
         stored: Any = await self._last(key, direct=True)
         return None if stored is None else self.entry(key, stored)
 
-    async def list(self, prefix: str = "") -> dict[str, Entry[T]]:
+    async def list(self, prefix: str = "", *, rest: float = 0.0) -> dict[str, Entry[T]]:
         bus = self.memory_bus
         pattern = f"{self._root}{prefix}>"
         return self.entries(await bus.ask_until_answered(lambda: bus.server.streams[self._stream].snapshot(pattern, 1)))

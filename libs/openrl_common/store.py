@@ -152,11 +152,15 @@ class Bucket(Generic[T]):
         """Drop all but the ``num`` values written last among the keys under ``prefix``. Raises Transient."""
         await self._bus.purge(self._stream, f"{self._root}{prefix}>", keep=num)
 
-    async def list(self, prefix: str = "") -> dict[str, Entry[T]]:
-        """Every entry whose key begins with ``prefix``, which must be empty or end in a dot."""
+    async def list(self, prefix: str = "", *, rest: float = 0.0) -> dict[str, Entry[T]]:
+        """Every entry whose key begins with ``prefix``, which must be empty or end in a dot.
+
+        Args:
+            rest: pauses in between, in multiples of what the entries take: a long list then leaves the loop to others.
+        """
         for _ in range(_LIST_TRIES):
             try:
-                return await self._read_all(prefix, None)
+                return await self._read_all(prefix, None, rest)
             except _INTERRUPTIONS:
                 await asyncio.sleep(0.2)
         raise Unreachable(f"bucket {self._name} cannot be listed: NATS does not answer")
@@ -285,7 +289,7 @@ class Bucket(Generic[T]):
         headers["Nats-Expected-Last-Subject-Sequence"] = str(standing.seq)
         return True
 
-    async def _read_all(self, prefix: str, live: Mirror[T] | None) -> dict[str, Entry[T]]:
+    async def _read_all(self, prefix: str, live: Mirror[T] | None, rest: float = 0.0) -> dict[str, Entry[T]]:
         """Read the last value of every key; with ``live`` hand the list over and go on with changes until Lost."""
         info: list[api.ConsumerInfo] = []
         listed: dict[str, Entry[T]] = {}
@@ -293,13 +297,15 @@ class Bucket(Generic[T]):
         try:
             await puller.start()
             left = info[-1].num_pending or 0
+            began = time.monotonic()
             while left > 0:
                 key, entry, pending = await self._next_change(puller)
                 if entry is not None:
                     listed[key] = entry
                 left = min(left - 1, pending)
-                if left % _LIST_SLICE == 0:
-                    await asyncio.sleep(0)  # a buffer full of entries is decoded without a pause otherwise
+                if left % _LIST_SLICE == 0:  # a buffer full of entries is decoded without a pause otherwise
+                    await asyncio.sleep(rest * (time.monotonic() - began))
+                    began = time.monotonic()
             if live is not None:
                 live._replace(listed)
                 while True:

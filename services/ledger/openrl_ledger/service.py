@@ -27,7 +27,7 @@ from openrl_common.errors import Conflict, Transient, UnknownOutcome
 from openrl_common.events import ClaimRetired, Event, Repaired, SeatBooked, SeatRefused
 from openrl_common.names import query_subject
 from openrl_common.process_name import process_is_gone, this_process
-from openrl_common.records import ClaimRecord, ClaimState
+from openrl_common.records import ClaimRecord, ClaimState, SeatRecord
 from openrl_common.service import ServiceContext, ServiceSettings, until_stopped
 from openrl_common.store import Bucket, Entry, Mirror
 from openrl_ledger.core import janitor
@@ -55,6 +55,8 @@ _CONCURRENCY = 128
 _ASK_AGAIN_S = 60.0
 _PAUSE_S = 0.002
 _PAUSE_MAX_S = 0.25
+_REST = 4.0
+"""What the janitor rests while it reads leases, in multiples of what that takes: bookings do not wait for it."""
 
 
 @dataclass(frozen=True)
@@ -158,24 +160,31 @@ class Ledger:
     async def tidy(self, grace_s: float, repaired: Counter, duty: Duty) -> None:
         """The janitor's pass, for ever, by the replica whose duty it is (L6)."""
         before: set[janitor.Leftover] = set()
-        while not self._bus.stopping.is_set():
-            try:
-                before = await self._tidy_once(before, repaired) if duty.held else set()
-            except Transient as error:
-                log.warning("janitor pass left for the next one: %s", error)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace_s):
-                    await self._bus.stopping.wait()
+        async with contextlib.AsyncExitStack() as stack:
+            seats: Mirror[SeatRecord] | None = None
+            while not self._bus.stopping.is_set():
+                try:
+                    if duty.held and seats is None:  # listed in every pass they would take a tenth of a core
+                        seats = await self._bus.store.ledger_seats.mirror()
+                        stack.push_async_callback(seats.close)
+                    before = await self._tidy_once(seats, before, repaired) if duty.held and seats else set()
+                except Transient as error:
+                    log.warning("janitor pass left for the next one: %s", error)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(grace_s):
+                        await self._bus.stopping.wait()
 
-    async def _tidy_once(self, before: set[janitor.Leftover], repaired: Counter) -> set[janitor.Leftover]:
-        """Repair what this snapshot and the one before both show; returns what this one shows."""
-        seats = await self._snapshot(Table.SEATS)
-        claims = await self._snapshot(Table.CLAIMS)
+    async def _tidy_once(
+        self, followed: Mirror[SeatRecord], before: set[janitor.Leftover], repaired: Counter
+    ) -> set[janitor.Leftover]:
+        """Repair what this snapshot and the one before both show; returns what this one shows.
+
+        Mirrors will do for it: each repair looks once more. Leases are renewed too often to be followed.
+        """
+        leases = await self._bus.store.leases.list(rest=_REST)
+        seats, claims = _values(followed), _values(self._mirrors[Table.CLAIMS])
         seen = janitor.sightings(
-            seats,
-            claims,
-            await self._snapshot(Table.BUDGETS),
-            await self._snapshot(Table.LEASES),
+            seats, claims, _values(self._mirrors[Table.BUDGETS]), {key: entry.value for key, entry in leases.items()}
         )
         for leftover in sorted(seen & before):
             seat = seats.get(leftover.workload)
@@ -207,12 +216,9 @@ class Ledger:
             if mirror is not None:
                 mirror.entries.pop(key, None)
 
-    async def _snapshot(self, table: Table) -> dict[str, Any]:
-        """What the janitor looks at: a mirror where there is one, for it repairs only what it sees twice (L6)."""
-        mirror = self._mirrors.get(table)
-        if mirror is not None:
-            return {key: entry.value for key, entry in mirror.entries.items()}
-        return {key: entry.value for key, entry in (await self._buckets[table].list()).items()}
+
+def _values(mirror: Mirror[T]) -> dict[str, T]:
+    return {key: entry.value for key, entry in mirror.entries.items()}
 
 
 async def serve(context: ServiceContext, config: LedgerSettings) -> None:

@@ -28,8 +28,8 @@ UNANSWERED_S = 10.0
 """A request, or a pending claim, that nobody has answered for this long is looked at again."""
 _REASONS_MAX = 256
 _NOT_YET = (WorkloadPhase.PLACED, WorkloadPhase.STARTING)
-_REASONS_SLICE = 32
-_SLICE = 256
+_REASONS_SLICE = 16
+_SLICE = 64
 
 
 def tick(state: State, now: float) -> Effects:

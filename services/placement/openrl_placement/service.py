@@ -72,6 +72,8 @@ SUBJECTS = [
 ]
 _CONCURRENCY = 32
 _TICK_S = 1.0
+_REST = 4.0
+"""What the repairing pass rests, in multiples of what it took."""
 _MODELS_MAX = 256
 _SUBMISSION_BYTES_MAX = 64 * 1024
 _EARLY_END_S = 600.0
@@ -266,17 +268,24 @@ class Placement:
             if self._bus.connected:
                 await self._try(tick(self.state, time.time()))
             if time.monotonic() >= next_pass and self._bus.connected:
-                for part in self._pass.slices(self.state, time.time()):
-                    if not bool(self._bus.connected):  # it may have changed since
-                        break
-                    await self._try(part)
-                    await asyncio.sleep(0)  # events and wake-ups do not wait for the whole pass
+                await self._repair()
                 next_pass = time.monotonic() + self._config.pass_every_s
             try:
                 async with asyncio.timeout(_TICK_S):
                     await self._bus.stopping.wait()
             except TimeoutError:
                 continue
+
+    async def _repair(self) -> None:
+        """One repairing pass, which leaves most of the core to events: a wake-up comes through the loop many times."""
+        began = time.monotonic()
+        for part in self._pass.slices(self.state, time.time()):
+            took = time.monotonic() - began
+            if not self._bus.connected:
+                return
+            await self._try(part)
+            await asyncio.sleep(_REST * took)
+            began = time.monotonic()
 
     async def _try(self, effects: Effects) -> None:
         try:
