@@ -39,6 +39,26 @@ def accepts_role(node: NodeRecord, role: Role) -> bool:
     return not node.roles or role in node.roles
 
 
+def usable(node: NodeRecord) -> str:
+    """P1, P3: "" when the node counts and takes newcomers, else why not."""
+    if node.lost:
+        return "is lost"
+    if node.suspect:
+        return "missed heartbeats"
+    if not node.enabled:
+        return "is not enabled"
+    if not node.complete or not node.devices:
+        return "has no complete inventory"
+    return ""
+
+
+def node_refusal(node: NodeRecord, role: Role) -> str:
+    """P1, P3: "" when the node takes newcomers of this role, else why not."""
+    if problem := usable(node):
+        return f"node {node.node} {problem}"
+    return "" if accepts_role(node, role) else f"node {node.node} does not accept the role {role}"
+
+
 def host_refusal(node: NodeRecord, seats_bytes: int, host_bytes: int) -> str:
     """P6: "" when the host memory fits (equality passes; unknown allocatable skips the check), else why not."""
     if node.host_allocatable_bytes == 0 or host_bytes == 0:

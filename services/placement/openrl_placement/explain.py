@@ -26,7 +26,7 @@ from openrl_common.queries import (
     WorkloadsAnswer,
 )
 from openrl_common.records import ClaimRecord, JobRecord, SeatRecord, SeatState, WorkloadRecord
-from openrl_placement.fleet import usable
+from openrl_common.seating import usable
 from openrl_placement.state import State, ended, need, waits
 
 CANDIDATES_SHOWN = 64

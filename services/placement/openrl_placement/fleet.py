@@ -23,7 +23,7 @@ from sortedcontainers import SortedList
 
 from openrl_common.quantities import GIB, format_bytes
 from openrl_common.records import ClaimRecord, ClaimState, NodeBudget, NodeRecord, Reason, Role, Shape, Standing, Tier
-from openrl_common.seating import accepts_role, has_room, host_refusal, join_refusal
+from openrl_common.seating import has_room, host_refusal, join_refusal, node_refusal, usable
 
 CANDIDATES_MAX = 16
 TIERS_MAX = 8
@@ -69,7 +69,7 @@ class Fleet:
         self.nodes: dict[str, NodeRecord] = {}
         self.claims: dict[str, ClaimRecord] = {}
         self._host_used: dict[str, int] = {}
-        self._host_changes: Counter[str] = Counter()
+        self._node_changes: Counter[str] = Counter()
         self._claim_changes: Counter[str] = Counter()
         self._budgets: dict[str, NodeBudget] = {}
         self._leaving: dict[str, set[str]] = {}
@@ -99,6 +99,7 @@ class Fleet:
             record = self.nodes[node] = _judged(record, self._standing.get(node, Standing.LIVE))
         if _static(before) == _static(record):
             return False
+        self._node_changes[node] += 1
         for known, sign in ((before, -1), (record, +1)):
             for kind in _kinds(known):
                 self._kinds[kind] += sign
@@ -141,9 +142,9 @@ class Fleet:
         )
 
     def changes(self, claim: str) -> tuple[int, int]:
-        """How often the claim, and the memory used on its node, have changed: equal when neither has since."""
+        """How often the claim, and its node or the memory used there, have changed: equal when none has since."""
         record = self.claims.get(claim)
-        return self._claim_changes[claim], 0 if record is None else self._host_changes[record.node]
+        return self._claim_changes[claim], 0 if record is None else self._node_changes[record.node]
 
     def set_standing(self, node: str, standing: Standing) -> bool:
         """Take in what the ledger thinks of a node (F3); True when it takes newcomers now and did not before."""
@@ -159,7 +160,7 @@ class Fleet:
         used = sum(entry.host_bytes for entry in budget.entries.values())
         before = self._host_used.get(node, 0)
         self._host_used[node] = used
-        self._host_changes[node] += used != before
+        self._node_changes[node] += used != before
         self._budgets[node] = budget
         over = [
             claim
@@ -267,10 +268,8 @@ class Fleet:
         if record.state is ClaimState.ALLOCATED:
             if node is None:
                 return f"node {record.node} is unknown"
-            if problem := usable(node):
-                return f"node {node.node} {problem}"
-            if not accepts_role(node, need.shape.role):
-                return f"node {node.node} does not accept the role {need.shape.role}"
+            if problem := node_refusal(node, need.shape.role):
+                return problem
         if claim in need.avoid or record.node in need.avoid:
             return "it failed this workload lately"
         if node is not None and (problem := self._host_refusal(node, need.shape.host_bytes)):
@@ -476,19 +475,6 @@ class Fleet:
             if len(found) == num_max:
                 break
         return list(found)
-
-
-def usable(node: NodeRecord) -> str:
-    """P1, P3: "" when the node counts and takes newcomers, else why not."""
-    if node.lost:
-        return "is lost"
-    if node.suspect:
-        return "missed heartbeats"
-    if not node.enabled:
-        return "is not enabled"
-    if not node.complete or not node.devices:
-        return "has no complete inventory"
-    return ""
 
 
 def ceiling_gib(device_bytes: int) -> int:

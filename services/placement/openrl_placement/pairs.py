@@ -15,8 +15,7 @@ import msgspec
 
 from openrl_common.quantities import format_seconds
 from openrl_common.records import WorkloadRecord
-from openrl_common.seating import accepts_role, host_refusal, join_refusal
-from openrl_placement.fleet import usable
+from openrl_common.seating import host_refusal, join_refusal, node_refusal
 from openrl_placement.state import Effects, State, need, order, placed, release_request
 
 HALF_SEATED_S = 20.0
@@ -60,7 +59,7 @@ def _would_fit(state: State, waiter: WorkloadRecord, sitter: WorkloadRecord, now
     wanted = need(waiter, now)
     if sitter.claim in wanted.avoid or claim.node in wanted.avoid:
         return False
-    if usable(node) or not accepts_role(node, wanted.shape.role):
+    if node_refusal(node, wanted.shape.role):
         return False
     others_bytes = state.fleet.host_used_bytes(node.node) - sitter.shape.host_bytes
     if host_refusal(node, others_bytes, wanted.shape.host_bytes):

@@ -285,6 +285,49 @@ def test_P10_a_successor_that_needs_two_devices_does_not_take_the_place_on_one(w
     assert world.seats()["w1"].state is SeatState.EMPTY
 
 
+def relabel(world: World, **fields: object) -> None:
+    world.put(Table.NODES, "n1", msgspec.structs.replace(world.tables[Table.NODES]["n1"].value, **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"roles": (Role.SAMPLER,)}, "node n1 does not accept the role trainer"),
+        ({"enabled": False}, "node n1 is not enabled"),
+        ({"complete": False}, "node n1 has no complete inventory"),
+    ],
+)
+@pytest.mark.parametrize("lag", [0, 1])
+def test_P1_P3_a_node_that_was_labelled_anew_since_placement_looked_is_not_joined(
+    world: World, fields: dict[str, object], why: str, lag: int
+) -> None:
+    """What sits there stays; an own claim is the launcher's to judge."""
+    first = founded(world, "w1")
+    before = world.tables[Table.NODES]["n1"].value
+    relabel(world, **fields)
+    handler = world.deliver(request("w2", first.claim, found=False))
+    world.finish(handler)
+    refused = world.published[-1]
+    assert isinstance(refused, SeatRefused)
+    assert refused.refusals == {first.claim: why}
+    assert world.seats()["w1"].state is SeatState.HELD
+    world.put(Table.NODES, "n1", before)
+    handler = world.deliver(request("w2", first.claim, attempt=2, found=False))
+    world.finish(handler, lag=lag)  # an old copy that says no is read again
+    assert isinstance(world.published[-1], SeatBooked)
+    assert world.sightings() == set()
+
+
+def test_S3_a_node_that_was_labelled_anew_is_not_taken_over_from_the_predecessor(world: World) -> None:
+    """P1: it books as a newcomer once the release is finished, where its role is welcome."""
+    first = founded(world, "w1")
+    world.handle(request("w1", incarnation=2))
+    relabel(world, roles=(Role.SAMPLER,))
+    events = world.handle(gone(first))
+    assert [type(event) for event in events] == [SeatReleased, ClaimRetired]
+    assert world.sightings() == set()
+
+
 def test_a_cancelled_successor_does_not_take_the_place(world: World) -> None:
     """S3, L4."""
     first = founded(world, "w1")

@@ -328,6 +328,18 @@ def test_W1_a_claim_that_refused_is_offered_again_once_it_has_changed_although_i
     assert [request.workload for request in it.take(SeatRequested)] == [first.workload]
 
 
+def test_W2_a_claim_that_refused_for_its_nodes_labels_is_offered_again_once_they_are_back() -> None:
+    """P1, P3: the ledger saw it go before this view did; the claim itself never changes."""
+    it = full_house(limit=2)
+    queue(it, "a")
+    free_one(it)
+    first = refuse_all(it)[0]
+    it.node(msgspec.structs.replace(node(devices=1), enabled=False))
+    assert it.take(SeatRequested) == []
+    it.node(node(devices=1))
+    assert first.workload in {request.workload for request in it.take(SeatRequested)}
+
+
 def test_S7_a_claim_that_refused_and_looks_the_same_is_offered_again_a_minute_later() -> None:
     """A replica of the ledger that still has a lower limit refuses what the view cannot explain."""
     it = full_house(limit=2)

@@ -161,7 +161,7 @@ def _reserve(request: SeatRequested, claim_id: str, environment: Environment) ->
             return "", refusal, ""
         assignment = environment.mint("a")
         node_entry = NodeEntry(workload=request.workload, claim=claim_id, host_bytes=request.shape.host_bytes)
-        why = yield from add_node_entry(claim.node, assignment, node_entry)
+        why = yield from add_node_entry(claim.node, assignment, node_entry, joins_as=request.shape.role)
         if why is not None:
             return "", why, ""
         verdict = yield from _list_on_claim(claim_id, assignment, _entry(request, environment), request, environment)
@@ -309,7 +309,8 @@ def _swap(
     assignment = environment.mint("a")
     # The predecessor's host memory is given back by the same swap: reserve only when ours fits without it.
     node_entry = NodeEntry(workload=workload, claim=seat.claim, host_bytes=entry.host_bytes)
-    if (yield from add_node_entry(claim.node, assignment, node_entry, without=seat.assignment)) is not None:
+    why = yield from add_node_entry(claim.node, assignment, node_entry, joins_as=entry.role, without=seat.assignment)
+    if why is not None:
         return None
     entries = {**rest, assignment: msgspec.structs.replace(entry, reserved_at=environment.now())}
     landed = yield Write(Table.CLAIMS, seat.claim, msgspec.structs.replace(claim, entries=entries), claim_revision)
@@ -336,7 +337,7 @@ def allocate(claim_id: str, node: str, devices: tuple[str, ...], device_bytes: i
             return
         ((assignment, entry),) = claim.entries.items()
         node_entry = NodeEntry(workload=entry.workload, claim=claim_id, host_bytes=entry.host_bytes)
-        why = yield from add_node_entry(node, assignment, node_entry, joins=False)
+        why = yield from add_node_entry(node, assignment, node_entry, joins_as=None)
         if why is not None:
             changed = msgspec.structs.replace(claim, state=ClaimState.RETIRING, node=node, entries={})
         else:

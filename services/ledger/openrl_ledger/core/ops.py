@@ -22,11 +22,12 @@ from openrl_common.records import (
     NodeBudget,
     NodeEntry,
     NodeRecord,
+    Role,
     SeatRecord,
     SeatState,
     Standing,
 )
-from openrl_common.seating import host_refusal
+from openrl_common.seating import host_refusal, node_refusal
 
 R = TypeVar("R")
 
@@ -163,12 +164,14 @@ def drop_claim_entry(claim_id: str, assignment: str) -> Steps[tuple[ClaimRecord 
 
 
 def add_node_entry(
-    node: str, assignment: str, entry: NodeEntry, *, without: str = "", joins: bool = True
+    node: str, assignment: str, entry: NodeEntry, *, joins_as: Role | None, without: str = ""
 ) -> Steps[str | None]:
     """Reserve host memory on a node (P6, F3), re-checked inside the CAS. Returns why not, None when reserved.
 
-    ``without``: an assignment whose memory is about to be given back and does not count (S3). ``joins`` False: the node
-    itself has just given a device to it, so it is no newcomer whom a suspect node would refuse.
+    ``joins_as``: the role of a newcomer, whom a node refuses that does not count, is suspect or has other labels (P1, P3;
+    labels are another key than the budget: one that changes at this very moment may come too late). None: the node
+    itself has just given a device to it. ``without``: an assignment whose memory is about to be given back and does not
+    count (S3).
     """
     old_copy = True
     for tries in range(TRIES_MAX):
@@ -176,11 +179,12 @@ def add_node_entry(
         there = assignment in budget.entries
         inventory = yield from read_node(node, old_copy=old_copy)
         refusal = ""
-        if joins and not there and budget.standing is not Standing.LIVE:
+        if joins_as is not None and not there and budget.standing is not Standing.LIVE:
             refusal = f"node {node} is {budget.standing}: {budget.why}"
         elif inventory is not None and not there:
             promised = sum(other.host_bytes for key, other in budget.entries.items() if key != without)
-            refusal = host_refusal(inventory, promised, entry.host_bytes)
+            refusal = "" if joins_as is None else node_refusal(inventory, joins_as)
+            refusal = refusal or host_refusal(inventory, promised, entry.host_bytes)
         was_old, old_copy = old_copy, False
         if there or refusal:
             if was_old:
