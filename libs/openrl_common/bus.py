@@ -135,8 +135,8 @@ class Bus:
             with contextlib.suppress(Exception):
                 await connection.close()
             raise Unreachable(
-                f"no NATS server answered at {url} within {deadline_s:g} s: start one with `openrl up`, "
-                "or name another with --nats-url or OPEN_RL_NATS_URL"
+                f"no NATS server answered at {url} within {deadline_s:g} s",
+                remedy="start one with `openrl up`, or name another with --nats-url or OPEN_RL_NATS_URL",
             ) from error
         bus = cls(connection)
         holder.append(bus)

@@ -14,7 +14,15 @@ from __future__ import annotations
 
 
 class OpenRLError(Exception):
-    """Base of every error that OpenRL raises on purpose. The message is one line: what, which value, what to do."""
+    """Base of every error that OpenRL raises on purpose. The message is one line: what, which value, what to do.
+
+    ``remedy`` is what to do, where it was given apart; ``what`` is the rest.
+    """
+
+    def __init__(self, what: str = "", *, remedy: str = "") -> None:
+        super().__init__(f"{what}: {remedy}" if remedy else what)
+        self.what = what
+        self.remedy = remedy
 
 
 class Transient(OpenRLError):
@@ -40,12 +48,12 @@ class Rejected(OpenRLError):
     """A definite no, with a machine-readable code beside the sentence.
 
     Args:
-        message: one line for a person: what, which value, what to do.
+        what: one line for a person: what, which value, what to do (unless ``remedy`` says that).
         code: one of the documented codes (for example ``unknown-loss``), stable across releases.
     """
 
-    def __init__(self, message: str, *, code: str = "rejected") -> None:
-        super().__init__(message)
+    def __init__(self, what: str, *, code: str = "rejected", remedy: str = "") -> None:
+        super().__init__(what, remedy=remedy)
         self.code = code
 
 

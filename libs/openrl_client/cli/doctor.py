@@ -25,7 +25,7 @@ def doctor(where: Where, nats_monitor: str | None, output: str | None) -> None:
     try:
         findings = run_async(_look(where, nats_monitor))
     except Unreachable as error:
-        unreachable, findings = error, _look_here(where, error)
+        unreachable, findings = error, look_here(where, error)
     click.echo(machine_readable(findings, output) if output else report(findings))
     if unreachable is not None:
         raise unreachable
@@ -40,18 +40,19 @@ async def _look(where: Where, nats_monitor: str | None) -> list[Finding]:
         return await look(client, where.home, nats_monitor)
 
 
-def _look_here(where: Where, error: Unreachable) -> list[Finding]:
+def look_here(where: Where, error: Unreachable) -> list[Finding]:
     """What can be told while no system answers."""
     from openrl_client import doctor as judge
     from openrl_common.nats_server import find_binary
 
-    found, _, advice = str(error).rpartition(": ")
     try:
         binary = judge.ok("nats", f"{find_binary()} is there for `openrl up`")
-    except Rejected as error:
-        what, _, remedy = str(error).partition(": ")
-        binary = judge.Finding(judge.Level.NOTE if where.nats_url else judge.Level.FAILED, "nats", what, remedy)
-    return [judge.Finding(judge.Level.FAILED, "system", found, advice), binary, *judge.look_at_host(where.home)]
+    except Rejected as missing:
+        level = judge.Level.NOTE if where.nats_url else judge.Level.FAILED
+        binary = judge.Finding(level, "nats", missing.what, missing.remedy)
+    remedy = error.remedy or "see `openrl logs nats`, then look again"
+    system = judge.Finding(judge.Level.FAILED, "system", error.what, remedy)
+    return [system, binary, *judge.look_at_host(where.home)]
 
 
 def report(findings: list[Finding]) -> str:

@@ -9,9 +9,11 @@ import pytest
 
 from openrl_client import doctor
 from openrl_client.cli import run
-from openrl_client.cli.doctor import report
+from openrl_client.cli.common import Where
+from openrl_client.cli.doctor import look_here, report
 from openrl_client.doctor import Finding, Level
 from openrl_common.controls import LedgerStateAnswer
+from openrl_common.errors import Unreachable
 from openrl_common.quantities import GIB, MIB
 from openrl_common.records import Device, NodeRecord, Standing
 from openrl_common.streams import BUCKETS, STREAMS
@@ -142,6 +144,24 @@ def test_without_a_system_this_host_is_looked_at_all_the_same(
     assert "no OpenRL system is up" in shown.out
     assert str(tmp_path) in shown.err
     assert "disk" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (Unreachable("nobody is at a:b: c", remedy="start it: now"), "nobody is at a:b: c"),
+        (Unreachable("bucket jobs cannot be read: NATS does not answer"), "cannot be read: NATS does not answer"),
+    ],
+)
+def test_what_is_wrong_and_what_to_do_are_told_apart_whatever_the_sentence_has(
+    tmp_path: Path, error: Unreachable, what: str
+) -> None:
+    """C5: the remedy is a field of the error; one without has doctor's own."""
+    finding = look_here(Where(None, tmp_path, "default"), error)[0]
+    assert levels([finding]) == ["failed"]
+    assert finding.what.endswith(what)
+    assert finding.remedy == (error.remedy or "see `openrl logs nats`, then look again")
+    assert str(error) == (f"{error.what}: {error.remedy}" if error.remedy else error.what)
 
 
 @pytest.mark.parametrize(
