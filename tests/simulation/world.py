@@ -376,7 +376,7 @@ class World:
         while True:
             try:
                 found = await rebuild.look(self.client.bus)
-                await rebuild.write(self.client.bus, found.rebuilt)
+                await rebuild.write(self.client.bus, found.rebuilt, await rebuild.begin(self.client.bus))
                 break
             except Transient:
                 await asyncio.sleep(0.5)

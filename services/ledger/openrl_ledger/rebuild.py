@@ -117,20 +117,19 @@ async def refuse_to_replace(bus: Bus) -> None:
 
 
 async def begin(bus: Bus) -> int:
-    """Make the identity empty; returns its revision. From here on services end, and wait for another one."""
+    """Make the identity empty; returns its revision, for ``write``. From here on services end, and wait for another."""
     standing = await bus.store.ledger_meta.get(KEY)
     empty = LedgerIdentityRecord(id="", made_at=time.time(), rebuilt=True)
     return await bus.store.ledger_meta.write(KEY, empty, last=0 if standing is None else standing.revision)
 
 
-async def write(bus: Bus, rebuilt: Rebuilt) -> None:
-    """Drop what stands there, write claims, budgets and seats, and the identity last.
+async def write(bus: Bus, rebuilt: Rebuilt, began: int) -> None:
+    """Drop what stands there, write claims, budgets and seats, and the identity last. ``began``: what ``begin`` gave.
 
     By compare-and-swap: a try that was given up as lost must not land on what a ledger has made of it since (E7).
     Raises Conflict: somebody else writes there.
     """
     store = bus.store
-    began = await begin(bus)
     tables: tuple[tuple[Any, dict[str, Any]], ...] = (
         (store.ledger_claims, rebuilt.claims),
         (store.ledger_nodes, rebuilt.budgets),
@@ -151,16 +150,17 @@ async def main_async(nats_url: str, *, apply: bool, while_running: bool, replace
     try:
         if apply and not while_running:
             await refuse_while_running(bus)
+        began = None
         if apply:
             await streams.ensure(bus)
             if not replace:
                 await refuse_to_replace(bus)
-            await begin(bus)
+            began = await begin(bus)
             if while_running:
                 await asyncio.sleep(NOTICED_S)  # what is looked at next is not changed any more
         found = await look(bus)
-        if apply:
-            await write(bus, found.rebuilt)
+        if began is not None:
+            await write(bus, found.rebuilt, began)
         seats = found.rebuilt.seats
         return Report(
             applied=apply,
