@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from openrl_common import settings, telemetry
 from openrl_common.bus import Bus
 from openrl_common.bus_metrics import export_bus
-from openrl_common.errors import Bug, OpenRLError, Unreachable
+from openrl_common.errors import Bug, OpenRLError, Rejected, Unreachable
 from openrl_common.health import Check, HealthServer, Heartbeat, check
 
 log = logging.getLogger(__name__)
@@ -89,14 +89,17 @@ def collect_seldom() -> None:
 
 
 def run(service: str, config: ServiceSettings, body: Body, *, instance: str = "") -> int:
-    """Run ``body`` as a service process; returns the exit code (0 ended or asked to, 1 failed, 5 no NATS)."""
+    """Run ``body`` as a service process; returns the exit code (0 ended or asked to, 1 failed, 2 usage, 5 no NATS)."""
     telemetry.configure_logging(service, level=config.log_level, log_format=config.log_format)
-    stop_tracing = telemetry.configure_tracing(service, instance=instance)
+    stop_tracing: Callable[[], None] = lambda: None  # noqa: E731
     try:
+        stop_tracing = telemetry.configure_tracing(service, instance=instance)
         return asyncio.run(_serve(service, config, body))
     except OpenRLError as error:
         log.error("%s", error)
         print(f"openrl {service}: {error}", file=sys.stderr)
+        if isinstance(error, Rejected) and error.code == "usage":
+            return 2
         return 5 if isinstance(error, Unreachable) else 1
     finally:
         stop_tracing()

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, TextIO
+from urllib.parse import urlsplit
 
 import msgspec
 from opentelemetry import trace
@@ -107,22 +108,44 @@ def configure_logging(
     )
 
 
+def otlp_endpoint(environment: Mapping[str, str] = os.environ) -> str:
+    """Where spans are to go by OTLP; empty when no variable says so.
+
+    Raises:
+        Rejected: ``usage``: what a variable says is no http address. The exporter itself would only lose every span.
+    """
+    found = [(name, environment[name]) for name in _ENDPOINT_VARIABLES if environment.get(name)]
+    for name, endpoint in found:
+        try:
+            parts = urlsplit(endpoint)
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            usable = False
+        if not usable:
+            raise Rejected(
+                f"{name} is {endpoint[:80]!r}, which is no http address of an OpenTelemetry collector",
+                remedy="write for example http://127.0.0.1:4318, or unset it",
+                code="usage",
+            )
+    return found[0][1] if found else ""
+
+
 def configure_tracing(service: str, *, instance: str = "") -> Callable[[], None]:
     """Export spans when an OTLP endpoint is set in the environment; returns what flushes and stops it.
 
     Raises:
-        Rejected: an endpoint is set but the exporter is not installed.
+        Rejected: ``usage``: the endpoint is no address, or the exporter is not installed.
     """
-    endpoint = next((os.environ[name] for name in _ENDPOINT_VARIABLES if os.environ.get(name)), "")
+    endpoint = otlp_endpoint()
     if not endpoint:
         return lambda: None
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise Rejected(
-            f"OTEL_EXPORTER_OTLP_ENDPOINT is {endpoint!r} but no exporter is installed: "
-            "pip install opentelemetry-exporter-otlp-proto-http",
-            code="no-exporter",
+            f"OTEL_EXPORTER_OTLP_ENDPOINT is {endpoint!r} but no exporter is installed",
+            remedy="pip install opentelemetry-exporter-otlp-proto-http",
+            code="usage",
         ) from error
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider

@@ -28,6 +28,17 @@ def run_exporting_to(port: int) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_O2_a_service_refuses_an_endpoint_that_is_no_address_as_it_refuses_any_setting() -> None:
+    """C5: exit code 2, so that nobody starts it again; its last line says what to do."""
+    done = subprocess.run(
+        [sys.executable, "-m", "openrl_ledger"], env={"OTEL_EXPORTER_OTLP_ENDPOINT": "garbage"}, capture_output=True,
+        text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT is 'garbage'" in done.stderr.splitlines()[-1]
+
+
 def test_O2_spans_are_exported_in_one_batch() -> None:
     bodies: list[tuple[str, bytes]] = []
 

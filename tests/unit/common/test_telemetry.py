@@ -91,6 +91,23 @@ def test_O2_no_endpoint_means_no_exporter(monkeypatch: pytest.MonkeyPatch) -> No
     assert trace.get_tracer_provider() is before
 
 
+@pytest.mark.parametrize(
+    "value", ["garbage", "127.0.0.1:4318", "grpc://collector:4317", "http://", "http://a:b", "http://h:0"]
+)
+@pytest.mark.parametrize("variable", ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"])
+def test_O2_an_endpoint_that_is_no_address_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    """C5: what, which value, what to do; the exporter would lose every span and say so nowhere."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(
+        Rejected, match=rf"{variable} is '{value}', .*: write for example http://127.0.0.1:4318"
+    ) as raised:
+        telemetry.configure_tracing("ledger")
+    assert raised.value.code == "usage"
+
+
 def test_O2_an_endpoint_without_exporter_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
