@@ -162,7 +162,8 @@ def _job_cells(row: JobRow, now: float) -> list[str]:
         "" if record.phase.ended else row.trainer_phase,
         "" if record.phase.ended else row.sampler_phase,
         row.reason.value if row.reason else record.reason,
-        age(record.submitted_at, record.ended_at or now),
+        age(record.submitted_at, record.ended_at or now),  # DURATION: it stands still once the job has ended
+        age(record.submitted_at, now),
         record.tenant,
         record.runtime,
         record.spec.base_model,
@@ -180,6 +181,7 @@ def _workload_cells(row: WorkloadRow, now: float) -> list[str]:
         record.reason.value if record.reason else "",
         "" if record.deadline is None or record.reason is None else format_seconds(max(0.0, record.deadline - now)),
         record.claim,
+        age(record.submitted_at, now),
         record.node,
         record.assignment,
         format_bytes(record.shape.device_bytes),
@@ -197,7 +199,7 @@ def _claim_cells(row: ClaimRow, now: float) -> list[str]:
         row.node,
         ",".join(row.devices),
         format_bytes(row.device_bytes) if row.device_bytes else "",
-        ",".join(short_workload(seat.workload) + ("*" if seat.exclusive else "") for seat in row.seats),
+        ",".join(short_workload(seat.workload) + (" (exclusive)" if seat.exclusive else "") for seat in row.seats),
         age(row.founded_at or None, now),
         str(row.seats_peak),
         " or ".join(f"{tier.count}x{tier.ceiling_gib}GiB" for tier in row.tiers),
@@ -219,17 +221,18 @@ def _node_cells(row: NodeRow, now: float) -> list[str]:
     ]
 
 
-_TIMES = frozenset({"AGE", "WAITED", "DEADLINE"})
+_TIMES = frozenset({"AGE", "DURATION", "WAITED", "DEADLINE"})
 
 # "+": only with -o wide.
 _COLUMNS: dict[str, tuple[list[str], Any]] = {
     "jobs": (
-        ["NAME", "KIND", "PHASE", "TRAINER", "SAMPLER", "REASON", "AGE", "+TENANT", "+RUNTIME", "+MODEL", "+MESSAGE"],
+        ["NAME", "KIND", "PHASE", "TRAINER", "SAMPLER", "REASON", "DURATION", "AGE"]
+        + ["+TENANT", "+RUNTIME", "+MODEL", "+MESSAGE"],
         _job_cells,
     ),
     "workloads": (
-        ["NAME", "PHASE", "POSITION", "WAITED", "REASON", "DEADLINE", "CLAIM", "+NODE", "+ASSIGNMENT", "+DEVICE MEMORY"]
-        + ["+MESSAGE"],
+        ["NAME", "PHASE", "POSITION", "WAITED", "REASON", "DEADLINE", "CLAIM", "AGE"]
+        + ["+NODE", "+ASSIGNMENT", "+DEVICE MEMORY", "+MESSAGE"],
         _workload_cells,
     ),
     "claims": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +155,21 @@ def workload(**changes: Any) -> WorkloadRecord:
 def test_jobs_table_shows_phase_and_reason() -> None:
     row = JobRow(record=job(), trainer_phase="Pending", reason=Reason.WAITING_FOR_SEAT, message="full")
     lines = render("jobs", [row], None).splitlines()
-    assert lines[0].split() == ["NAME", "KIND", "PHASE", "TRAINER", "SAMPLER", "REASON", "AGE"]
+    assert lines[0].split() == ["NAME", "KIND", "PHASE", "TRAINER", "SAMPLER", "REASON", "DURATION", "AGE"]
     assert lines[1].split()[:6] == ["demo", "fft", "Admitted", "Pending", "-", "WaitingForSeat"]
     assert "MESSAGE" in render("jobs", [row], "wide")
     assert render("jobs", [row], "name") == "job/demo"
     assert names_of("jobs", row) == {"demo", "default/demo"}
+
+
+def test_age_goes_on_after_a_job_has_ended_and_its_duration_does_not() -> None:
+    now = time.time()
+    ended = job(phase=JobPhase.FINISHED, submitted_at=now - 7200.0, ended_at=now - 3600.0)
+    assert render("jobs", [JobRow(record=ended)], None, with_header=False).split()[-2:] == ["1h", "2h"]
+    running = job(submitted_at=now - 7200.0)
+    assert render("jobs", [JobRow(record=running)], None, with_header=False).split()[-2:] == ["2h", "2h"]
+    row = WorkloadRow(record=workload(submitted_at=now - 7200.0))
+    assert render("workloads", [row], None, with_header=False).split()[-1] == "2h"
 
 
 def test_claims_table_shows_seats_used_of_limit() -> None:
@@ -181,6 +192,8 @@ def test_claims_table_shows_seats_used_of_limit() -> None:
     assert shown[0].split()[2:5] == ["SEATS", "RESIDENT", "WAITING"]
     assert shown[1].split()[2:5] == ["1/2", "1", "2"]
     assert "1/∞" in render("claims", [msgspec.structs.replace(row, limit=0)], None)
+    alone = msgspec.structs.replace(row, seats=[msgspec.structs.replace(seat, exclusive=True)])
+    assert "demo/trainer (exclusive)" in render("claims", [alone], None)
 
 
 def test_explanation_names_reason_line_and_candidates() -> None:
