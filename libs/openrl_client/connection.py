@@ -42,7 +42,7 @@ def find_url(url: str | None = None, home: str | Path | None = None) -> str:
     """Return the NATS address to use.
 
     Raises:
-        Unreachable: no address was given and no system runs from ``home``.
+        Unreachable: no address was given, and no system runs from ``home`` or it was deleted under one.
     """
     if url:
         return url
@@ -52,8 +52,13 @@ def find_url(url: str | None = None, home: str | Path | None = None) -> str:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])["nats_url"]
     except (OSError, KeyError, msgspec.MsgspecError):
+        from openrl_client.home import deleted_remedy, deleted_under
+
+        if what := deleted_under(path.parent):
+            raise Unreachable(what, remedy=deleted_remedy(path.parent)) from None
         raise Unreachable(
-            f"no OpenRL system is up for {path.parent}: start one with `openrl up`, or name one with OPEN_RL_NATS_URL"
+            f"no OpenRL system is up for {path.parent}",
+            remedy="start one with `openrl up`, or name one with OPEN_RL_NATS_URL",
         ) from None
     return str(found)
 

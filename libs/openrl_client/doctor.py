@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from openrl_client.home import is_locked, read_up
+from openrl_client.home import deleted_remedy, deleted_under, is_locked, read_up
 from openrl_common.controls import LedgerState, LedgerStateAnswer
 from openrl_common.errors import OpenRLError, Unreachable
 from openrl_common.names import query_subject
@@ -385,7 +385,7 @@ def _sync_of(home: Path, monitor: str | None) -> str | None:
             with urllib.request.urlopen(f"{monitor.rstrip('/')}/varz", timeout=3) as answer:
                 config = json.loads(answer.read()).get("jetstream", {}).get("config", {})
         except (OSError, ValueError) as error:
-            raise Unreachable(f"no NATS monitoring at {monitor} ({error}): name its http port") from None
+            raise Unreachable(f"no NATS monitoring at {monitor} ({error})", remedy="name its http port") from None
         if config.get("sync_always"):
             return "always"
         return f"{int(config.get('sync_interval', 120e9)) / 1e9:g} s"
@@ -408,7 +408,8 @@ def _services(home: Path) -> list[Finding]:
     """Of a system that runs on this home: what each service's /readyz says."""
     info = read_up(home)
     if info is None:
-        return []
+        deleted = deleted_under(home)
+        return [Finding(Level.FAILED, "home", deleted, deleted_remedy(home))] if deleted else []
     answers = {}
     for name, port in info.health_ports.items():
         try:

@@ -94,6 +94,31 @@ def lock_home(home: Path) -> IO[str]:
     return lock
 
 
+def is_deleted(home: Path, lock: IO[str]) -> bool:
+    """The home of whoever holds ``lock`` is not there any more: deleted, moved away, or another one by now."""
+    try:
+        return not os.path.samestat((home / "up.lock").stat(), os.fstat(lock.fileno()))
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:  # a file system that does not answer has not lost it
+        return False
+
+
+def deleted_under(home: Path) -> str:
+    """What to say when services run on a home that was deleted; empty when none do.
+
+    Whoever is killed leaves the lock's file behind: where that is missing too, the directory was taken away.
+    """
+    home = real_home(home)
+    if (home / "up.lock").exists() or not processes.services_of(home):
+        return ""
+    return f"a system runs on {home}, but that directory was deleted: what it had stored is lost"
+
+
+def deleted_remedy(home: Path) -> str:
+    return f"end what still runs with `openrl down --home {shlex.quote(str(home))}`, then `openrl up`"
+
+
 def is_locked(home: Path) -> bool:
     try:
         with (home / "up.lock").open("r") as lock:

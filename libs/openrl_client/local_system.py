@@ -8,6 +8,7 @@ Invariants:
 - Interrupted at any moment, by an exception or a signal, it leaves no process: whatever was started is ended, and
   further Ctrl-C do not cut the ending short.
 - A service or NATS that dies is started again (back-off, same port); state stays on disk, the next start resumes it.
+- A home that is deleted meanwhile is said; nothing is stopped for it, and nothing is started again on an empty one.
 
 It decides nothing about jobs; it only starts, watches and ends processes.
 """
@@ -38,7 +39,10 @@ from openrl_client.home import (
     Progress,
     RoomWatch,
     UpInfo,
+    deleted_remedy,
     end_leftovers,
+    is_deleted,
+    is_locked,
     last_line,
     last_nats_port,
     lock_home,
@@ -50,12 +54,14 @@ from openrl_client.signals import Signals
 from openrl_common import nats_server
 from openrl_common.errors import OpenRLError, Rejected, Transient, Unreachable
 from openrl_common.process_name import this_process
+from openrl_common.telemetry import otlp_endpoint
 
 SERVICES = ("ledger", "placement", "launcher")
 READY_DEADLINE_S = 30.0
 
 _POLL_S = 0.02
 _WATCH_S = 0.1
+_HOME_LOOK_S = 1.0
 _BACK_OFF_MOST_S = 5.0
 _HEALTHY_S = 30.0
 _FAILED_STARTS_MAX = 3
@@ -88,7 +94,8 @@ class LocalSystem:
         settings: the same as ``environment`` by flag name: ``devices="3x6GiB"``, ``max_seats_per_claim=2``.
 
     Raises:
-        Rejected: the home is in use or cannot be written, or a service refused its settings.
+        Rejected: the home is in use or cannot be written, a service refused its settings, or the OTLP endpoint in the
+            environment is no address.
         Unreachable: a service was not ready in time.
     """
 
@@ -176,6 +183,7 @@ class LocalSystem:
         await self._finish()
 
     async def _start(self) -> None:
+        otlp_endpoint()  # the services read it too: said here, once and before anything runs
         began = time.monotonic()
         self._lock = lock_home(self.home)
         await asyncio.to_thread(end_leftovers, self.home, progress=self._progress)
@@ -189,7 +197,7 @@ class LocalSystem:
             self._spawn(self._services[name])
         await self._ensure_streams()
         self._tasks = [asyncio.create_task(self._keep(service)) for service in self._services.values()]
-        self._tasks.append(asyncio.create_task(self._keep_nats()))
+        self._tasks += [asyncio.create_task(self._keep_nats()), asyncio.create_task(self._watch_home())]
 
         async def report(name: str) -> None:
             await self.ready(name)
@@ -228,6 +236,9 @@ class LocalSystem:
     async def _finish(self) -> None:
         """End everything, whatever happens meanwhile: cancellations are held back until it is done."""
         self._stopping = self._signals.deaf = True
+        if self._lock is not None and self._home_deleted and is_locked(self.home):
+            self._lock.close()  # another system has this home's name now: what is marked with it is not ours to end
+            self._lock = None
         ending = asyncio.ensure_future(self._stop())
         cancelled = False
         while not ending.done():
@@ -329,7 +340,7 @@ class LocalSystem:
         """Start the service again whenever it ends, with back-off."""
         while True:
             await asyncio.sleep(_WATCH_S)
-            if service.process is not None and service.process.poll() is None:
+            if (service.process is not None and service.process.poll() is None) or self._home_deleted:
                 continue
             if time.monotonic() - service.started_at > _HEALTHY_S:
                 service.failures = 0
@@ -350,7 +361,10 @@ class LocalSystem:
         room = RoomWatch(self._nats, self.home, self._progress)
         while True:
             await asyncio.sleep(_WATCH_S)
-            if self._nats.running:
+            running = self._nats.running  # looked at in any case: whoever ended it waits until it is reaped
+            if self._home_deleted:
+                continue
+            if running:
                 if await room.is_back():
                     await asyncio.to_thread(self._nats.stop)
                 continue
@@ -363,6 +377,19 @@ class LocalSystem:
                 failures += 1
                 self._progress(f"nats       does not start: {error}")
                 await asyncio.sleep(min(_BACK_OFF_MOST_S, 0.2 * 2 ** min(failures, 10)))
+
+    @property
+    def _home_deleted(self) -> bool:
+        return self._lock is not None and is_deleted(self.home, self._lock)
+
+    async def _watch_home(self) -> None:
+        """Say once that the home was deleted: what runs goes on until somebody ends it, but it stores nothing."""
+        while not self._home_deleted:  # noqa: ASYNC110 (another process does it)
+            await asyncio.sleep(_HOME_LOOK_S)
+        self._progress(
+            f"home       {self.home} was deleted: what it had stored is lost, nothing is stored or started again; "
+            f"{deleted_remedy(self.home)}"
+        )
 
     def _write_up(self) -> None:
         info = UpInfo(

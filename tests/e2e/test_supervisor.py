@@ -21,12 +21,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from openrl_client import JobSpec, connect, processes
+from openrl_client import JobSpec, cli, connect, processes
 from openrl_client.supervisor import LocalSystem, down, read_up, up
 from openrl_common import nats_server
 from openrl_common.errors import Rejected
 from openrl_common.queries import JobsAnswer, ListQuery
 from openrl_common.records import JobKind
+from support import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -69,6 +70,12 @@ def await_warm_parent(home: Path) -> None:
     deadline = time.monotonic() + 20.0
     while not processes.warm_parents_of(home) and time.monotonic() < deadline:
         time.sleep(0.02)
+
+
+def delete(home: Path) -> None:
+    """As ``rm -rf`` does, at once: NATS writes there meanwhile."""
+    home.rename(home.with_name("deleted"))
+    shutil.rmtree(home.with_name("deleted"), ignore_errors=True)
 
 
 def quiet(line: str) -> None:
@@ -169,12 +176,45 @@ def test_down_ends_what_a_killed_supervisor_left(home: Path) -> None:
     assert leftovers(home) == []
 
 
-def test_down_ends_what_runs_on_a_home_that_was_deleted(home: Path) -> None:
+def test_a_home_that_was_deleted_under_a_system_is_told_and_down_ends_what_runs(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """C5: not "no system is up", for one is."""
     info = up(home, environment=SMALL_HOST, progress=quiet)
-    shutil.rmtree(home)
+    delete(home)
+    for command in ("status", "doctor"):
+        assert cli.run([command, "--home", str(home)]) == 5
+        assert f"a system runs on {home}, but that directory was deleted" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="1"):
+        cli.run(["doctor", "--home", str(home), "--nats-url", info.nats_url])
+    assert f"openrl down --home {home}" in capsys.readouterr().out
     down(home, progress=quiet)
     assert [pid for pid in (info.pid, *info.pids.values()) if psutil.pid_exists(pid)] == []
     assert leftovers(home) == []
+
+
+async def test_a_deleted_home_is_said_and_nothing_is_started_on_an_empty_one(home: Path) -> None:
+    """E18: a new NATS would have forgotten every seat. Nobody is ended for it."""
+    lines: list[str] = []
+    async with LocalSystem(home, environment=SMALL_HOST, progress=lines.append) as system:
+        delete(home)
+        await until(lambda: any(f"{home} was deleted" in line for line in lines))
+        assert "openrl down" in lines[-1]
+        assert all(psutil.pid_exists(pid) for pid in system.pids.values())
+        killed = {name: system.kill(name) for name in system.pids}
+        await asyncio.sleep(0.5)
+        assert system.pids == killed, "nothing was started again"
+    assert leftovers(home) == []
+
+
+@pytest.mark.long
+async def test_a_system_whose_home_another_one_took_over_leaves_that_one_alone(home: Path) -> None:
+    async with LocalSystem(home, environment=SMALL_HOST):
+        delete(home)
+        info = await asyncio.to_thread(up, home, environment=SMALL_HOST, progress=quiet)
+    assert read_up(home) == info
+    assert all(psutil.pid_exists(pid) for pid in info.pids.values())
+    assert await asyncio.to_thread(down, home, progress=quiet) >= 4
 
 
 def test_the_next_up_ends_what_a_killed_supervisor_left_and_goes_on(home: Path) -> None:
@@ -220,6 +260,19 @@ def test_a_refused_setting_is_said_in_one_line_and_nothing_is_left(home: Path) -
         up(home, environment=SMALL_HOST | {"OPEN_RL_MAX_SEATS_PER_CLAIM": "-1"}, progress=quiet)
     assert "\n" not in str(raised.value)
     assert leftovers(home) == []
+
+
+def test_o2_a_collector_that_is_no_address_is_said_before_anything_runs(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "garbage")
+    lines: list[str] = []
+    with pytest.raises(
+        Rejected, match=r"OTEL_EXPORTER_OTLP_ENDPOINT is 'garbage'.*write for example http://"
+    ) as raised:
+        up(home, environment=SMALL_HOST, progress=lines.append)
+    assert raised.value.code == "usage"
+    assert lines == []
 
 
 def test_no_device_is_said_with_what_to_do(home: Path) -> None:
