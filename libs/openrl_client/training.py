@@ -48,7 +48,7 @@ def number_of(entry: bytes) -> EntryNumber | None:
     """The number of a log entry, None for what is no entry."""
     try:
         return msgspec.json.decode(entry, type=EntryNumber)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return None
 
 

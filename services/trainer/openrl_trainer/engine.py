@@ -45,6 +45,7 @@ from openrl_common.wire import (
 )
 from openrl_trainer.batch import check_data
 from openrl_trainer.checkpoints import checkpoint_directory, pin_load, pinned_load
+from openrl_trainer.files import disk_errors
 from openrl_trainer.losses import check_loss
 from openrl_trainer.memory_model import is_out_of_memory, memory_model
 from openrl_trainer.model import BaseModel
@@ -458,7 +459,9 @@ class TrainEngine:
         return TrainResult(seq=request.seq, metrics={"state_seq": float(found[1].seq)} if found else {})
 
     def _delete_state(self, request: DeleteState) -> TrainResult:
-        if not delete_state(self._settings.home, self.job.tenant, self.job.job, request.name):
+        with disk_errors(state_path(self._settings.home, self.job.tenant, self.job.job, request.name)):
+            found = delete_state(self._settings.home, self.job.tenant, self.job.job, request.name)
+        if not found:
             raise Rejected(f"delete_state: this job has no state {request.name!r}", code="state-missing")
         return TrainResult(seq=request.seq)
 

@@ -198,7 +198,7 @@ class JobRunner:
     async def _take(self, delivery: Delivery) -> None:
         try:
             envelope = _ENVELOPE_DECODER.decode(delivery.body)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:  # lists a thousand deep, in a field that is none
             log.warning("entry %d of job %s is not a request: %s", delivery.sequence, self.name, error)
             return
         if envelope.incarnation != self._record.incarnation:

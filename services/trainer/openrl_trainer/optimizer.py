@@ -18,16 +18,22 @@ from openrl_common.wire import AdamParams
 
 _SLICE_ELEMENTS = 64 << 20
 """Elements updated at once, or one tensor: what a step holds beside its state is a few times 256 MiB."""
+_EPS_LEAST = 1e-30
+"""A smaller one may be 0 in float32, and an element whose gradient has been 0 so far then becomes 0 / 0."""
+_SETTING_MOST = 1e9
+"""Beyond reason, and far enough below what float32 holds: with the bias corrections of betas near 1 a larger one does
+not fit, and torch says so in the middle of the update."""
 
 
 def check_adam(adam: AdamParams) -> None:
     """Raises Rejected (``bad-adam``), naming the field, its value and what is allowed."""
+    most = f"0 to {_SETTING_MOST:g}"
     rules = (
-        ("learning_rate", adam.learning_rate, adam.learning_rate >= 0, "a finite number ≥ 0"),
+        ("learning_rate", adam.learning_rate, 0 <= adam.learning_rate <= _SETTING_MOST, most),
         ("beta1", adam.beta1, 0 <= adam.beta1 < 1, "0 or more, less than 1"),
         ("beta2", adam.beta2, 0 <= adam.beta2 < 1, "0 or more, less than 1"),
-        ("eps", adam.eps, adam.eps > 0, "a finite number above 0"),
-        ("weight_decay", adam.weight_decay, adam.weight_decay >= 0, "a finite number ≥ 0"),
+        ("eps", adam.eps, _EPS_LEAST <= adam.eps <= _SETTING_MOST, f"{_EPS_LEAST:g} to {_SETTING_MOST:g}"),
+        ("weight_decay", adam.weight_decay, 0 <= adam.weight_decay <= _SETTING_MOST, most),
         ("grad_clip", adam.grad_clip, adam.grad_clip >= 0, "a finite number ≥ 0 (0 = no clipping)"),
     )
     for name, value, allowed, rule in rules:

@@ -73,6 +73,7 @@ class Passes:
         """Log-probabilities of every token, aligned with ``tokens`` (0 for the first). Pauses after each pass.
 
         Raises:
+            Rejected: ``nan-logprob``: an answer has no way to say one that is not finite.
             MemoryShort.
         """
         mine = _Share()
@@ -85,6 +86,12 @@ class Passes:
             start = 0
             for index, datum in zip(indices, rows, strict=True):
                 count = len(datum.tokens) - 1
+                if not all(map(isfinite, values[start : start + count])):
+                    raise Rejected(
+                        f"forward: datum {index} has a log-probability that is not finite: the weights are broken, go"
+                        " back with load_state",
+                        code="nan-logprob",
+                    )
                 # nine significant digits name a float32 exactly and halve the message
                 mine.rows[index] = [0.0] + [float(f"{value:.9g}") for value in values[start : start + count]]
                 start += count

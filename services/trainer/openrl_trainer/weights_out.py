@@ -206,7 +206,9 @@ def remove_old_versions(directory: Path, keep: int, served: Collection[int] = ()
 
     A directory that cannot be removed is left for the next time.
     """
-    versions = {int(path.name[1:]): path for path in directory.glob("v[0-9]*") if path.is_dir()}
+    # Somebody's own copy of a version (v000003.bak) is none, and not ours to remove.
+    found = [path for path in directory.glob("v*") if path.name[1:].isdecimal() and path.is_dir()]
+    versions = {int(path.name[1:]): path for path in found}
     kept: set[int] = set()
     wanted = [*sorted(versions)[-keep:], *served]
     while wanted:

@@ -232,7 +232,12 @@ async def test_a_request_that_landed_unheard_is_not_taken_for_anothers(bus: Fake
     assert len(bus.published) == 2
 
 
-@pytest.mark.parametrize("garbage", [b"\xff", b"[]", b'{"op":"optim_step","seq":9,"incarnation":3}'])
+DEEP = b'{"seq":1,"incarnation":7,"odd":' + b"[" * 5000 + b"]" * 5000 + b"}"
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\xff", b"[]", b'{"op":"optim_step","seq":9,"incarnation":3}', pytest.param(DEEP, id="deep")]
+)
 async def test_garbage_on_the_subject_does_not_end_the_log(bus: FakeBus, log: TrainingLog, garbage: bytes) -> None:
     """Nothing of this incarnation takes a number: the request goes behind it."""
     bus.published.append(("openrl.train.default.j", garbage, "garbage"))

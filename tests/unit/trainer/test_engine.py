@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from openrl_common.errors import Rejected
 from openrl_common.records import LoraSpec
-from openrl_common.wire import Datum, Forward, LoadState, SaveState, SaveWeights
+from openrl_common.wire import RESULT_DECODER, Datum, Forward, LoadState, SaveState, SaveWeights
 from openrl_trainer.engine import TrainEngine
 from openrl_trainer.model import BaseModel
 from unit.trainer.conftest import LENGTH_MAX, VOCABULARY, learn, random_data, save_tiny_model, step
@@ -156,6 +157,47 @@ def test_an_optimizer_step_without_gradients_or_with_impossible_settings_changes
         assert engine.apply(step(3, **wrong)).result.error.code == "bad-adam"  # type: ignore[union-attr]
     assert same(parameters(engine), before)
     assert engine.apply(step(4)).result.error is None
+
+
+NEAR_ONE = 1.0 - 2.0**-53
+EXTREMES = [
+    {"learning_rate": 1e39}, {"learning_rate": 1e300}, {"weight_decay": 1e300}, {"eps": 1e300}, {"eps": 1e-300},
+    {"eps": 1e-30}, {"beta2": NEAR_ONE}, {"grad_clip": 1e-320}, {"grad_clip": 1e300},
+    {"learning_rate": 1e9, "weight_decay": 1e9}, {"learning_rate": 1e9, "beta1": NEAR_ONE},
+]  # fmt: skip
+
+
+@KINDS
+def test_an_optimizer_step_of_any_size_is_applied_or_refused_and_never_breaks_off_R5_R6_R9(
+    new_engine: Engines, lora: LoraSpec | None
+) -> None:
+    """One that breaks off in the middle ends the process, and again at every replay: with it all jobs on its base."""
+    engine = new_engine(lora=lora)
+    before = parameters(engine)
+    for extreme in EXTREMES:
+        with torch.no_grad():
+            for name, parameter in engine._parameters.items():
+                parameter.copy_(before[name])
+        assert engine.apply(learn(1, random_data(1))).result.error is None
+        error = engine.apply(step(2, **extreme)).result.error
+        after = parameters(engine)
+        if error is not None:
+            assert error.code == "bad-adam", extreme
+            assert same(after, before), extreme
+        if "learning_rate" not in extreme:
+            assert all(parameter.isfinite().all() for parameter in after.values()), extreme
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_log_probabilities_that_no_answer_can_say_are_an_error_R4_R6(new_engine: Engines, value: float) -> None:
+    """JSON writes null for them: the client could not read the answer, nor the next life the stored result."""
+    engine = new_engine()
+    with torch.no_grad():
+        next(iter(engine.base.model.parameters())).fill_(value)
+    result = engine.apply(Forward(seq=1, incarnation=7, data=random_data(1))).result
+    assert result.error is not None
+    assert result.error.code == "nan-logprob"
+    assert RESULT_DECODER.decode(msgspec.json.encode(result)) == result
 
 
 def test_adamw_honours_every_setting_on_every_step_R9(new_engine: Engines) -> None:

@@ -63,6 +63,18 @@ def test_states_are_listed_with_what_they_are_and_deleted_by_name(new_engine: En
         assert refused.code == "bad-name"
 
 
+def test_a_state_that_cannot_be_removed_is_an_answer_and_not_the_end_of_the_process_R6(
+    new_engine: Engines, tmp_path: Path
+) -> None:
+    """The entry is in the log: a process that it ends would end again at every start."""
+    engine = trained(new_engine())
+    (tmp_path / "state/default/job/odd.safetensors/inside").mkdir(parents=True)
+    refused = engine.apply(DeleteState(seq=4, incarnation=7, name="odd")).result.error
+    assert refused is not None
+    assert refused.code == "write-failed"
+    assert "odd.safetensors" in refused.message
+
+
 def test_a_later_incarnation_loads_what_an_earlier_one_saved(new_engine: Engines) -> None:
     first = trained(new_engine())
     later = new_engine(incarnation=9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -98,6 +99,18 @@ def test_versions_count_up_name_their_parent_and_the_oldest_go_R11(new_engine: E
     engine.retain()
     assert [(record.version, record.parent) for record in records] == [(1, 0), (2, 1), (3, 2)]
     assert sorted(path.name for path in Path(records[0].manifest).parents[1].iterdir()) == ["v000002", "v000003"]
+
+
+def test_a_copy_that_somebody_made_beside_the_versions_stays_and_stops_nothing_R11(
+    new_engine: Engines, tmp_path: Path
+) -> None:
+    """Dropping old versions is part of every start: what ends it there would end every start."""
+    engine = new_engine(lora=LoraSpec(rank=2), keep=1)
+    first = Path(trained(engine, 1).manifest).parent
+    shutil.copytree(first, first.with_name(f"{first.name}.bak"))
+    trained(engine, 4)
+    engine.retain()
+    assert sorted(path.name for path in first.parent.iterdir()) == ["v000001.bak", "v000002"]
 
 
 @contextmanager
