@@ -122,7 +122,8 @@ class _SeatEvent(Event, frozen=True, kw_only=True):
 class SeatRequested(_SeatEvent, frozen=True, kw_only=True, tag="seat.requested.v1"):
     """Book one seat: try ``candidates`` in order, found an own claim when none accepts and ``may_found`` (P11).
 
-    ``move_from`` names the assignment on the workload's own pending claim that a booking elsewhere replaces (L5).
+    ``move_from`` names the assignment on the workload's own pending claim that the booking replaces (L5): by a seat
+    elsewhere, or, when it may found, by another claim of its own (P9).
     ``beside`` is the first request of the same job's other workload: one message for both, answered one by one.
     """
 

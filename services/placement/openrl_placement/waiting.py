@@ -18,7 +18,7 @@ from openrl_common.events import SeatRequested
 from openrl_common.records import ClaimState, WorkloadPhase, WorkloadRecord
 from openrl_placement.fleet import CANDIDATES_MAX, Need
 from openrl_placement.line import Group, Place, Promise
-from openrl_placement.state import Effects, State, alive, need, order, release_request, waits, with_reason
+from openrl_placement.state import Effects, State, alive, need, order, waits, with_reason
 from openrl_placement.wedge import nodes_avoided
 
 PROMISES_MAX = 16
@@ -122,15 +122,22 @@ def _can_found(state: State, group: Group) -> bool:
 
 
 def found_anew(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
-    """Give up an own claim that nobody would found like this any more: a shape that would do has joined the fleet since
-    (P9), or a more urgent job has come to its runtime (W1). Once it is released the workload asks again."""
+    """Ask for another own claim in place of one that nobody would found like this any more.
+
+    It is a move (L5): the new claim stands before the old one is given up, so the place in line is never empty (W1).
+    """
+    if _is_outdated(state, record) and not state.line.busy(record.workload):
+        _request(state, record, (), now, fx)
+
+
+def _is_outdated(state: State, record: WorkloadRecord) -> bool:
+    """Its own pending claim is not as it would be founded now: a shape that would do has joined the fleet since (P9),
+    or a more urgent job has come to its runtime (W1)."""
     claim = state.fleet.claims.get(record.claim)
     if record.phase is not WorkloadPhase.PENDING or claim is None or claim.state is not ClaimState.PENDING:
-        return
+        return False
     is_narrow = bool(set(state.fleet.tiers(record.shape)) - set(claim.tiers))
-    if record.assignment in claim.entries and (is_narrow or claim.order > order(record)):
-        why = "a shape that fits has joined since" if is_narrow else "a more urgent job needs it"
-        fx.events.append(release_request(record, close=False, why=f"its own claim is founded anew: {why}"))
+    return record.assignment in claim.entries and (is_narrow or claim.order > order(record))
 
 
 def settle(state: State, workload: str, now: float, fx: Effects, *, booked: str = "") -> None:
@@ -166,10 +173,10 @@ def _was_refused(state: State, workload: str, claim: str, now: float) -> bool:
 
 
 def _request(state: State, record: WorkloadRecord, candidates: tuple[str, ...], now: float, fx: Effects) -> None:
-    """One SeatRequested (P11). A waiter on its own pending claim asks to move from it and founds no other (L5)."""
+    """One SeatRequested (P11). Who has a pending claim asks to move from it, and founds no other like it (L5)."""
     assert alive(record)
-    moving = waits(record) and record.assignment != ""
-    tiers = () if moving else state.fleet.tiers(record.shape)
+    moving = record.assignment != ""
+    tiers = state.fleet.tiers(record.shape) if not moving or _is_outdated(state, record) else ()
     record = msgspec.structs.replace(record, attempt=record.attempt + 1)
     state.put_workload(record)
     state.requested_at[record.workload] = now

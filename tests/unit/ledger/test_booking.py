@@ -349,6 +349,40 @@ def test_a_waiter_moves_from_its_own_pending_claim_to_a_freed_seat(world: World)
     assert world.tables[Table.LEASES][own.assignment].value.found == "none"
 
 
+def test_P9_W1_an_own_claim_is_founded_anew_before_the_old_one_retires(world: World) -> None:
+    """L5: at every write the workload has a pending claim, so no later one is served in its place."""
+    own = booked(world, request("w1"))
+    handler = world.deliver(request("w1", attempt=2, move_from=own.assignment))
+    while not handler.done:
+        assert [claim for claim in world.claims().values() if claim.state is ClaimState.PENDING and claim.entries]
+        world.step(handler)
+    retired, answer = world.published[-2:]
+    assert isinstance(retired, ClaimRetired)
+    assert isinstance(answer, SeatBooked)
+    assert (retired.claim, answer.founded) == (own.claim, True)
+    assert world.seats()["w1"].claim == answer.claim != own.claim
+    assert world.tables[Table.LEASES][own.assignment].value.state is LeaseState.TOMBSTONE
+    assert world.sightings() == set()
+    (again,) = world.handle(request("w1", attempt=2, move_from=own.assignment))
+    assert isinstance(again, SeatBooked)
+    assert again.claim == answer.claim
+
+
+def test_L5_an_own_claim_that_was_allocated_meanwhile_is_not_founded_anew(world: World) -> None:
+    """The allocation won; what was founded is cleaned."""
+    own = booked(world, request("w1"))
+    handler = world.deliver(request("w1", attempt=2, move_from=own.assignment))
+    world.run_until_write(handler, Table.LEASES)
+    world.put(Table.LEASES, own.assignment, LeaseRecord(state=LeaseState.STARTING))
+    world.handle(allocated(own.claim))
+    world.finish(handler)
+    assert isinstance(world.published[-1], SeatRefused)
+    assert world.published[-1].code == "started"
+    assert world.seats()["w1"].assignment == own.assignment
+    assert [claim.state for key, claim in world.claims().items() if key != own.claim] == [ClaimState.RETIRING]
+    assert world.sightings() == set()
+
+
 def test_a_move_loses_against_a_worker_that_is_starting(world: World) -> None:
     """L5: the allocation won; the reservation on the target is cleaned."""
     first = founded(world, "w1")

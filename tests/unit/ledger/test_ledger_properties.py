@@ -46,8 +46,8 @@ class LedgerUnderFire(RuleBasedStateMachine):
             )
         )  # fmt: skip
 
-    @rule(which=st.sampled_from(WORKLOADS))
-    def move(self, which: str) -> None:
+    @rule(which=st.sampled_from(WORKLOADS), found=st.booleans())
+    def move(self, which: str, found: bool) -> None:
         seat = self.world.seats().get(which, SeatRecord())
         claims = self.world.claims()
         if seat.state is SeatState.HELD and claims[seat.claim].state is ClaimState.PENDING:
@@ -56,7 +56,7 @@ class LedgerUnderFire(RuleBasedStateMachine):
             self.deliver(
                 request(
                     which, *targets, incarnation=seat.incarnation, attempt=self.attempts[which],
-                    found=False, move_from=seat.assignment,
+                    found=found, move_from=seat.assignment,
                 )
             )  # fmt: skip
 

@@ -156,6 +156,12 @@ class World:
         while not handler.done:
             self.step(handler, lag=lag)
 
+    def run_until_write(self, handler: Handler, table: Table) -> None:
+        """Advance until the next step is a write to ``table``; that step is not taken."""
+        while not (isinstance(handler.pending, Write) and handler.pending.table is table):
+            assert not handler.done, "it never writes there"
+            self.step(handler)
+
     def handle(self, event: Event) -> list[Event]:
         """Deliver one event and run it to its end; returns what it published."""
         before = len(self.published)

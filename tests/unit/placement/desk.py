@@ -181,10 +181,10 @@ class Desk:
         return self.apply(core.seat_changed(self.state, workload, seat, self.now))
 
     def book(self, request: SeatRequested, claim: str = "", *, allocate: bool = True) -> str:
-        """Answer a request: a seat on ``claim``, or on a claim founded for it (named after its workload)."""
+        """Answer a request: a seat on ``claim``, or on one that is founded for it (named after its workload)."""
         self._assignments += 1
         assignment = f"a{self._assignments}"
-        founded = claim == ""
+        founded = claim not in self.state.fleet.claims
         claim = claim or f"c-{request.workload}"
         standing = self.state.fleet.claims.get(claim)
         entries = dict(standing.entries) if standing is not None else {}

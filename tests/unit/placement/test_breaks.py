@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from openrl_common.events import ClaimFreed, JobFailed, SeatRefused, SeatReleaseRequested, SeatRequested
+from openrl_common.events import JobFailed, SeatRefused, SeatReleaseRequested, SeatRequested
 from openrl_common.quantities import GIB
 from openrl_common.records import NodeBudget, NodeEntry, Reason, WorkloadPhase
+from openrl_placement.passes import UNANSWERED_S
 from unit.placement.desk import Desk, Policy, allocated, entry, node
 from unit.placement.test_waiting import free_one, full_house, queue, sampler, trainer
 
@@ -79,14 +80,32 @@ def test_P9_a_shape_that_joined_later_ends_the_wait_of_a_claim_that_was_founded_
         it.unschedulable(request.workload)
     assert [tier.ceiling_gib for tier in requests[0].tiers] == [24]
     it.node(node("n2", devices=2, gib=80))
-    releases = it.take(SeatReleaseRequested)
-    assert {(each.workload, each.close) for each in releases} == {(r.workload, False) for r in requests}
-    for each in releases:
-        it.release(each.workload, seats[each.workload], f"c-{each.workload}", each.incarnation)
-        it.event(ClaimFreed(claim=f"c-{each.workload}", node=""))
+    assert it.take(SeatReleaseRequested) == [], "the old claim keeps the place in line until the new one stands (W1)"
     again = it.take(SeatRequested)
-    assert {each.workload for each in again} == {request.workload for request in requests}
-    assert all([tier.ceiling_gib for tier in each.tiers] == [24, 80] for each in again)
+    assert {each.workload: each.move_from for each in again} == seats
+    assert all(each.may_found and [tier.ceiling_gib for tier in each.tiers] == [24, 80] for each in again)
+    it.repair(1)
+    assert it.take(SeatRequested) == [], "it is under way"
+    for each in again:
+        it.book(each, f"new-{each.workload}", allocate=False)
+    it.repair(UNANSWERED_S)
+    assert it.take(SeatRequested) == []
+
+
+def test_P9_a_request_that_found_its_own_claim_narrow_is_repeated_as_it_was() -> None:
+    """E5: also under a strategy that would not share yet, and of one that no launcher has spoken of."""
+    it = Desk(policy=Policy(strategy="spread", verdict_wait_s=100.0))
+    it.node(node("n1", devices=1, gib=24))
+    it.submit("a", gib=20)
+    seats = {request.workload: it.book(request, allocate=False) for request in it.take(SeatRequested)}
+    it.node(node("n2", devices=2, gib=80))
+    it.repair()
+    first = it.take(SeatRequested)
+    assert {each.workload: (each.move_from, each.may_found) for each in first} == {
+        workload: (assignment, True) for workload, assignment in seats.items()
+    }
+    it.repair(UNANSWERED_S)
+    assert it.take(SeatRequested) == first
 
 
 def test_W3_a_job_that_joined_a_waiting_runtime_has_its_own_deadline() -> None:
@@ -115,10 +134,10 @@ def test_W1_a_waiting_runtime_is_as_urgent_as_the_most_urgent_of_its_jobs() -> N
     assert it.state.jobs["default.l1"].trainer == runtime
     assert it.state.line.position(runtime) in (1, 2)
     it.repair()
-    assert {each.workload for each in it.take(SeatReleaseRequested)} == {
-        runtime,
-        it.state.jobs["default.l2"].sampler,
-    }, "their claims are founded anew, in their place: launchers serve by it"
+    asked = it.take(SeatRequested)
+    assert {each.workload for each in asked} == {runtime, it.state.jobs["default.l2"].sampler}
+    assert all(each.may_found and each.order == (-5, 2) and each.move_from for each in asked), "launchers serve by it"
+    assert it.take(SeatReleaseRequested) == []
     it.cancel("l2")
     assert it.state.line.position(runtime) in (5, 6, 3, 4)
 

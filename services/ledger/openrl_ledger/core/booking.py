@@ -126,26 +126,37 @@ def _wait_for_predecessor(request: SeatRequested, seat: SeatRecord, environment:
 
 def _book_from(request: SeatRequested, seat: SeatRecord, revision: int, environment: Environment) -> Steps[bool]:
     """Steps 1 to 3 of L2. False: another writer touched the seat, start again."""
-    moving = seat.state is SeatState.HELD
     refusals: dict[str, str] = {}
     for claim_id in request.candidates:
         assignment, why, node = yield from _reserve(request, claim_id, environment)
         if not assignment:
             refusals[claim_id] = why
             continue
-        if moving and not (yield from _tombstone_own(request.move_from)):
-            yield from releasing.clean(request.workload, assignment, claim_id)
-            yield _refused(request, "started", "its own claim was allocated and its worker is starting")
-            return True
-        if not (yield from _name(request, seat, revision, assignment, claim_id)):
-            return False
-        if moving:
-            yield from _retire_own(seat.claim, request.move_from)
-        yield _booked(request, assignment, claim_id, node, founded=False, refusals=refusals)
-        return True
-    if request.may_found and request.tiers and not moving:
+        booked = _booked(request, assignment, claim_id, node, founded=False, refusals=refusals)
+        return (yield from _take(request, seat, revision, booked))
+    if request.may_found and request.tiers:
         return (yield from _found(request, seat, revision, environment, refusals))
     yield _refused(request, "no-candidate", "no candidate accepted", refusals)
+    return True
+
+
+def _take(request: SeatRequested, seat: SeatRecord, revision: int, booked: Emit) -> Steps[bool]:
+    """Take what was reserved: name it, and of a move fence the own claim first and retire it last (L5).
+
+    ``booked`` says what was reserved, and is published. False: another writer touched the seat, start again.
+    """
+    assert isinstance(booked.event, SeatBooked)
+    assignment, claim_id = booked.event.assignment, booked.event.claim
+    moving = seat.state is SeatState.HELD
+    if moving and not (yield from _tombstone_own(request.move_from)):
+        yield from releasing.clean(request.workload, assignment, claim_id)
+        yield _refused(request, "started", "its own claim was allocated and its worker is starting")
+        return True
+    if not (yield from _name(request, seat, revision, assignment, claim_id)):
+        return False
+    if moving:
+        yield from _retire_own(seat.claim, request.move_from)
+    yield booked
     return True
 
 
@@ -234,10 +245,8 @@ def _found(
     if not isinstance(landed, int):
         yield from releasing.clean(request.workload, assignment, claim_id)
         return False
-    if not (yield from _name(request, seat, revision, assignment, claim_id)):
-        return False
-    yield _booked(request, assignment, claim_id, "", founded=True, refusals=refusals)
-    return True
+    booked = _booked(request, assignment, claim_id, "", founded=True, refusals=refusals)
+    return (yield from _take(request, seat, revision, booked))
 
 
 def _name(request: SeatRequested, seat: SeatRecord, revision: int, assignment: str, claim_id: str) -> Steps[bool]:

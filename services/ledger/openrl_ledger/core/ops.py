@@ -168,10 +168,11 @@ def add_node_entry(
 ) -> Steps[str | None]:
     """Reserve host memory on a node (P6, F3), re-checked inside the CAS. Returns why not, None when reserved.
 
-    ``joins_as``: the role of a newcomer, whom a node refuses that does not count, is suspect or has other labels (P1, P3;
-    labels are another key than the budget: one that changes at this very moment may come too late). None: the node
-    itself has just given a device to it. ``without``: an assignment whose memory is about to be given back and does not
-    count (S3).
+    Args:
+        joins_as: the role of a newcomer, whom a node refuses that does not count, is suspect or has other labels (P1,
+            P3; labels are another key than the budget: one that changes at this very moment may come too late). None:
+            the node itself has just given a device to it.
+        without: an assignment whose memory is about to be given back and does not count (S3).
     """
     old_copy = True
     for tries in range(TRIES_MAX):
