@@ -182,7 +182,7 @@ def explain(state: State, query: ExplainQuery, now: float) -> ExplainAnswer:
         deadline_in_s=record.deadline - now if record.deadline is not None else None,
         candidates=rows,
         tiers=state.fleet.tiers(record.shape),
-        notes=_notes(state, record),
+        notes=_notes(state, record) + _idle_notes(state, record, rows, now),
     )
 
 
@@ -214,3 +214,15 @@ def _notes(state: State, record: WorkloadRecord) -> list[str]:
         notes.append(f"it needs {need_text} of device memory; shapes that fit, smallest first: {ceilings}")
     notes.extend(f"it avoids {each.claim or each.node}: {each.why}" for each in record.avoid)
     return notes
+
+
+def _idle_notes(state: State, record: WorkloadRecord, rows: list[CandidateRow], now: float) -> list[str]:
+    """Which devices are held by LoRA runtimes that serve nobody, and until when (P12)."""
+    holders = {workload for row in rows for workload in row.held_by} if waits(record) else set()
+    held = [state.workloads[workload] for workload in holders if workload in state.workloads]
+    since = {each.owner_name: each.idle_since for each in held if each.idle_since is not None}
+    return [
+        f"{runtime} serves no job: what it holds is free in "
+        f"{format_seconds(max(0.0, idle_since + state.policy.lora_idle_s - now))}, unless a job attaches (--lora-idle)"
+        for runtime, idle_since in sorted(since.items())
+    ]

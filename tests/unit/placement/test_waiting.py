@@ -454,6 +454,28 @@ def test_W5_explain_says_why_where_in_line_until_when_and_who_holds_what_it_need
     assert any("unknown and was not checked" in note for note in answer.notes)
 
 
+def test_P12_explain_says_of_a_runtime_without_a_job_until_when_it_holds_what_is_waited_for() -> None:
+    it = Desk(policy=Policy(lora_idle_s=600))
+    it.node(node(devices=2))
+    it.submit("lora", "lora", gib=60)
+    it.book_all()
+    it.ready_all()
+    it.submit("a", gib=60)
+    for request in it.take(SeatRequested):
+        it.book(request, allocate=False)
+        it.unschedulable(request.workload)
+    runtime = it.state.jobs["default.lora"].runtime
+    assert not any(
+        runtime in note for note in explain.explain(it.state, ExplainQuery(workload="a/trainer"), it.now).notes
+    )
+    it.finish("lora")
+    it.now += 60
+    notes = explain.explain(it.state, ExplainQuery(workload="a/trainer"), it.now).notes
+    assert [note for note in notes if runtime in note] == [
+        f"{runtime} serves no job: what it holds is free in 9m, unless a job attaches (--lora-idle)"
+    ]
+
+
 def test_queries_join_claims_with_their_seats_and_the_limit_in_force() -> None:
     it = full_house()
     queue(it, "a")
