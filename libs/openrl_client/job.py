@@ -203,13 +203,14 @@ class Job:
         told: list[str] = []
         while True:
             progress = await self.progress()
+            ready = progress.job.phase is JobPhase.READY
+            if not ready and (error := await self.ended_error()) is not None:
+                raise error  # before anything is told: the workers may serve another job by now
             if on_progress is not None and progress.lines() != told:
                 told = progress.lines()
                 on_progress(progress)
-            if progress.job.phase is JobPhase.READY:
+            if ready:
                 return progress.job
-            if (error := await self.ended_error()) is not None:
-                raise error
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimedOut(f"job {self.name} is not ready after {timeout_s:.0f} s: {'; '.join(progress.lines())}")
             await self._wait_change(deadline)

@@ -151,10 +151,21 @@ def test_without_a_system_every_command_is_unreachable(tmp_path: Path) -> None:
         assert "openrl up" in one_line(done.stderr)
 
 
-def test_an_unknown_job_is_named(home: Path) -> None:
-    done = openrl(home, "cancel", "nobody")
+def test_every_unknown_job_is_named(home: Path) -> None:
+    """One that cannot be cancelled keeps no other from it."""
+    done = openrl(home, "cancel", "nobody", "nothing")
     assert done.returncode == 1
-    assert "nobody" in one_line(done.stderr)
+    lines = done.stderr.splitlines()
+    assert ["nobody" in lines[0], "nothing" in lines[1], len(lines)] == [True, True, 2]
+
+
+def test_a_reader_that_goes_away_is_no_failure() -> None:
+    """``openrl … | head`` under ``set -o pipefail``."""
+    done = subprocess.run(
+        f"{Path(sys.executable).parent / 'openrl'} completion bash | true; exit ${{PIPESTATUS[0]}}", shell=True,
+        executable="/bin/bash", capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_bad_name_says_the_rule(home: Path) -> None:

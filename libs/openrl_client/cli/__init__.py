@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from typing import Any
 
 import click
 
@@ -40,8 +41,20 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 }
 
 
+class ReaderGone(Exception):
+    """Who read our output went away (``| head``). Click would make exit code 1 of a BrokenPipeError."""
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported on use. A command whose module is not installed is not listed."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (BrokenPipeError, ExceptionGroup) as error:
+            if isinstance(first_cause(error), BrokenPipeError):
+                raise ReaderGone from error
+            raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for name, (module, _, _) in COMMANDS.items() if _exists(module)]
@@ -95,8 +108,7 @@ def run(arguments: list[str] | None = None) -> int:
         return fail(error.format_message(), error.exit_code)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of a pipe went away: nothing more to say, and nothing for the interpreter to flush.
+    except ReaderGone:  # nothing more to say, and nothing for the interpreter to flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OpenRLError, OSError, ExceptionGroup) as error:

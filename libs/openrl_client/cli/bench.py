@@ -78,7 +78,7 @@ def bus(store: Path | None, as_json: bool, num_messages: int) -> None:
     _show(run_async(measure(store, num_messages=num_messages, progress=_progress)), as_json)
 
 
-@bench.command("up")
+@bench.command("up", short_help="`openrl up`: seconds until ready, memory.")
 @STORE
 @JSON
 @click.option("--times", "num_times", type=WholeNumber(1), default="3", show_default=True, help="Starts.")
@@ -89,7 +89,7 @@ def start(store: Path | None, as_json: bool, num_times: int) -> None:
     _show(run_async(measure(store, num_times=num_times, progress=_progress)), as_json)
 
 
-@bench.command()
+@bench.command(short_help="Passing a shared device on: park, resume.")
 @click.option("--rounds", "num_rounds", type=WholeNumber(1), default="20", show_default=True, help="Measured rounds.")
 @click.option("--model", type=Directory(), default=None, help="A Hugging Face model directory. Default: a tiny one.")
 @STORE
@@ -101,7 +101,7 @@ def turns(store: Path | None, as_json: bool, num_rounds: int, model: Path | None
     _show(run_async(measure(store, num_rounds=num_rounds, model=model, progress=_progress)), as_json)
 
 
-@bench.command()
+@bench.command(short_help="Launch of a worker until it answers.")
 @click.option("--warm-start", type=click.Choice(["on", "off"]), default="on", show_default=True, help="As in `up`.")
 @STORE
 @JSON
@@ -112,7 +112,7 @@ def workers(store: Path | None, as_json: bool, warm_start: str) -> None:
     _show(run_async(measure(store, warm_start=warm_start, progress=_progress)), as_json)
 
 
-@bench.command()
+@bench.command(short_help="The Kubernetes backend on a control plane.")
 @click.option("--nodes", "num_nodes", type=WholeNumber(1), default="1000", show_default=True, help="Fake nodes.")
 @click.option("--workers", "num_workers", type=WholeNumber(4), default="2000", show_default=True, help="Half join.")
 @click.option(
@@ -150,7 +150,7 @@ def kube(
     )
 
 
-@bench.command()
+@bench.command(short_help="Reading a cold checkpoint, beside other loaders.")
 @click.option(
     "--latencies", default="2,10,50", show_default=True, help="Milliseconds that each read of the mount takes."
 )
@@ -183,7 +183,7 @@ def prefetch(store: Path | None, as_json: bool, latencies: str, **parameters: An
     _show(measure(store, latencies_ms=latencies_ms, progress=_progress, **parameters), as_json)
 
 
-@bench.command()
+@bench.command(short_help="Weight updates of the vLLM engine by method.")
 @click.option("--model", type=Directory(), default=None, help="A Hugging Face model directory. Default: a random one.")
 @click.option("--vocabulary", type=WholeNumber(64), default="131072", show_default=True, help="Rows of the embedding.")
 @click.option("--hidden", type=WholeNumber(64), default="512", show_default=True, help="Columns of the embedding.")
@@ -199,7 +199,7 @@ def update(as_json: bool, **parameters: Any) -> None:
     _show(run_async(measure(**parameters, progress=_progress)), as_json)
 
 
-@bench.command()
+@bench.command(short_help="Construction of the vLLM engine, cold and warm.")
 @click.option("--model", type=Directory(), default=None, help="A Hugging Face model directory. Default: a random one.")
 @click.option("--warm", "num_warm", type=WholeNumber(1), default="2", show_default=True, help="Warm starts.")
 @JSON
@@ -210,7 +210,7 @@ def coldstart(as_json: bool, **parameters: Any) -> None:
     _show(run_async(measure(**parameters, progress=_progress)), as_json)
 
 
-@bench.command()
+@bench.command(short_help="Requests to a real sampler, by clients.")
 @click.option("--engine", type=click.Choice(["torch", "vllm", "vllm-cpu"]), default="torch", show_default=True)
 @click.option("--kind", type=click.Choice(["fft", "lora"]), default="fft", show_default=True)
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
@@ -235,7 +235,7 @@ def sampler(
     _show(run_async(measure(store, load=load, progress=_progress, **which)), as_json)
 
 
-@bench.command()
+@bench.command(short_help="A trainer's passes and log-probabilities.")
 @click.option("--model", type=Directory(), default=None, help="A Hugging Face model directory. Default: the demo's.")
 @click.option("--threads", type=WholeNumber(1), default="2", show_default=True, help="Threads of torch.")
 @click.option(

@@ -51,7 +51,7 @@ def drill() -> None:
     """Many jobs at once: what clients run, and what would come of it on a fleet."""
 
 
-@drill.command(context_settings={"ignore_unknown_options": True})
+@drill.command(short_help="Print what the clients of a drill run.", context_settings={"ignore_unknown_options": True})
 @click.option("--jobs", required=True, help="KIND:MODEL:COUNT, several with commas; MODEL as `openrl run --model`.")
 @click.option("--recipe", default="grpo", show_default=True, help="Of `openrl run`.")
 @click.option("--image", default="", help="Write Kubernetes Jobs of this image, which has `openrl`.")

@@ -66,7 +66,7 @@ def explanation(answer: ExplainAnswer, now: float) -> str:
             [
                 row.claim,
                 row.node,
-                format_bytes(row.device_bytes),
+                format_bytes(row.device_bytes) if row.device_bytes else "",
                 f"{row.seats}/{row.limit or '∞'}",
                 ",".join(short_workload(workload) for workload in row.held_by),
                 row.refused or "would accept",
@@ -85,15 +85,17 @@ def explanation(answer: ExplainAnswer, now: float) -> str:
 
 
 @click.command()
-@_OUTPUT
+@click.option(
+    "-o", "--output", type=click.Choice(["wide", "json", "yaml"]), help="What it said of itself, or machine-readable."
+)
 @connection
 def status(where: Where, output: str | None) -> None:
-    """Show every worker's start: seconds in each phase, and what it said when it was ready."""
+    """Show every worker's start: seconds in each phase; with -o wide what it said of itself when it was ready."""
     records = run_async(_status(where))
-    if output:
+    if output in ("json", "yaml"):
         click.echo(machine_readable(records, output))
     elif records:
-        click.echo(status_table(records, time.time()))
+        click.echo(status_table(records, wide=output == "wide"))
     else:
         click.echo("no workers", err=True)
 
@@ -107,8 +109,8 @@ async def _status(where: Where) -> list[ReadyRecord]:
         return sorted(records, key=lambda record: record.process_started_at)
 
 
-def status_table(records: list[ReadyRecord], now: float) -> str:
-    """One row a worker, one column a phase, in the order in which phases were first seen."""
+def status_table(records: list[ReadyRecord], *, wide: bool = False) -> str:
+    """One row a worker, one column a phase, in the order in which phases were first seen; ``wide``: DETAIL too."""
     phases: dict[str, None] = {}
     for record in records:
         phases.update(dict.fromkeys(phase.name for phase in record.phases))
@@ -119,6 +121,8 @@ def status_table(records: list[ReadyRecord], now: float) -> str:
             seconds[phase.name] = seconds.get(phase.name, 0.0) + phase.seconds
         total = "" if record.ready_at is None else f"{record.ready_at - record.process_started_at:.2f}"
         cells = [f"{seconds[name]:.2f}" if name in seconds else "" for name in phases]
-        detail = " ".join(f"{name}={value}" for name, value in record.detail.items())
+        detail = ", ".join(f"{name}={value}" for name, value in record.detail.items())
         rows.append([short_workload(record.workload), "yes" if record.ready else "no", *cells, total, detail])
-    return table(["WORKLOAD", "READY", *(name.upper() for name in phases), "TO READY", "DETAIL"], rows)
+    header = ["WORKLOAD", "READY", *(name.upper() for name in phases), "TO READY", "DETAIL"]
+    num_columns = len(header) - (not wide)
+    return table(header[:num_columns], [row[:num_columns] for row in rows])

@@ -82,10 +82,17 @@ async def _get(
             for text in changed:
                 click.echo(text)
             if not watch:
-                if not rows and not output:
-                    click.echo(f"no {kind}", err=True)
+                if not rows and output in (None, "wide"):
+                    click.echo(nothing(kind, "" if every else where.tenant), err=True)
                 return
             await asyncio.sleep(WATCH_INTERVAL_S)
+
+
+def nothing(kind: str, tenant: str) -> str:
+    """What to say of an empty list; shared LoRA runtimes without a job are nobody's, and still hold devices."""
+    if kind in ("jobs", "workloads") and tenant:
+        return f"no {kind} of tenant {tenant}: -A shows every tenant's"
+    return f"no {kind}"
 
 
 def fingerprint(kind: str, row: Any) -> str:

@@ -170,7 +170,7 @@ def warm(where: Where, base_model: str, timeout_s: float | None, **parameters: A
 @timeout_option("60s", "Give up waiting after this long.")
 @connection
 def cancel(where: Where, names: tuple[str, ...], no_wait: bool, timeout_s: float) -> None:
-    """End jobs now, and wait until their seats are free."""
+    """End jobs now, and wait until their seats are free. One that cannot be ended keeps no other from it."""
 
     async def one(client: Any, name: str) -> None:
         await client.cancel(name, why="cancelled from the command line")
@@ -179,12 +179,15 @@ def cancel(where: Where, names: tuple[str, ...], no_wait: bool, timeout_s: float
             await job.wait_ended(timeout_s)
         click.echo(f"job/{name} {'cancelling' if no_wait else 'cancelled'}")
 
-    async def main() -> None:
-        async with where.connect() as client, asyncio.TaskGroup() as group:
-            for name in names:
-                group.create_task(one(client, name))
+    async def main() -> list[BaseException]:
+        async with where.connect() as client:
+            done = await asyncio.gather(*(one(client, name) for name in names), return_exceptions=True)
+            return [error for error in done if error is not None]
 
-    run_async(main())
+    if errors := run_async(main()):
+        for error in errors[:-1]:
+            click.echo(f"openrl: {error}", err=True)
+        raise errors[-1]
 
 
 @click.command()

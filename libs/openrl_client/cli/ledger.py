@@ -18,7 +18,7 @@ def ledger() -> None:
     """The ledger of seats."""
 
 
-@ledger.command()
+@ledger.command(short_help="Write the ledger's bucket anew from what runs.")
 @click.option("--apply", is_flag=True, help="Write it. Without this flag nothing is changed.")
 @click.option("--while-running", is_flag=True, help="Also while a ledger handles events.")
 @click.option("--replace", is_flag=True, help="Also when the bucket holds seats.")

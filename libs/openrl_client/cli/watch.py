@@ -156,10 +156,11 @@ def event_line(subject: str, body: bytes, published_at: float) -> str:
 
 def _short(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_short(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return ",".join(_short(item) for item in value) or "none"
-    text = f"{value:.3g}" if isinstance(value, float) else str(value)
+        text = "{" + ", ".join(f"{key}: {_short(item)}" for key, item in value.items() if key not in _HIDDEN) + "}"
+    elif isinstance(value, list):
+        text = ",".join(_short(item) for item in value) or "none"
+    else:
+        text = f"{value:.3g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 120 else text[:117] + "…"
 
 

@@ -15,7 +15,7 @@ from openrl_client.errors import JobEndedError
 from openrl_common import streams
 from openrl_common.bus import Bus
 from openrl_common.events import JobAdmitted, JobCancelled, JobEnded, JobFailed, JobFinished, JobReady, JobSubmitted
-from openrl_common.records import JobKind, JobPhase, JobRecord
+from openrl_common.records import JobKind, JobPhase, JobRecord, Role, Shape, WorkloadPhase, WorkloadRecord
 from openrl_common.wire import TRAIN_DECODER, AnyTrainRequest, ForwardBackward, TrainResult
 
 SPEC = JobSpec(name="j", kind=JobKind.FFT, base_model="/m")
@@ -110,6 +110,24 @@ async def test_submitted_job_becomes_ready_and_finishes(client: Client) -> None:
     assert (await job.finish()).phase is JobPhase.FINISHED
     with pytest.raises(JobEndedError):
         await client.cancel("j")
+
+
+async def test_waiting_for_a_job_that_has_ended_tells_nothing_of_its_workers(client: Client) -> None:
+    """They may serve another job by now: a LoRA runtime outlives its jobs."""
+    job = await client.submit(SPEC)
+    worker = WorkloadRecord(
+        workload=job.record.trainer, tenant="t", owner="t/j", owner_name="j", kind=JobKind.FFT, jobs=("t.j",),
+        incarnation=job.record.incarnation, shape=Shape(role=Role.TRAINER, device_bytes=1, host_bytes=1),
+        base_model="/m", phase=WorkloadPhase.READY, submitted_at=0.0,
+    )  # fmt: skip
+    await client.bus.store.workloads.put(worker.workload, worker)
+    told: list[str] = []
+    await job.ready(5.0, lambda progress: told.extend(progress.lines()))
+    assert told == ["j/trainer: Ready"]
+    await job.finish()
+    with pytest.raises(JobEndedError, match="Finished"):
+        await job.ready(5.0, lambda progress: told.extend(progress.lines()))
+    assert told == ["j/trainer: Ready"]
 
 
 async def test_relative_model_path_means_the_clients_directory(

@@ -13,7 +13,7 @@ import pytest
 from openrl_client import cli
 from openrl_client.cli.common import machine_readable, table
 from openrl_client.cli.explain import explanation, status_table
-from openrl_client.cli.get import fingerprint, names_of, render, with_turns
+from openrl_client.cli.get import fingerprint, names_of, nothing, render, with_turns
 from openrl_client.cli.options import spec_of
 from openrl_client.cli.watch import event_line
 from openrl_client.errors import JobEndedError, OpenRLError, Rejected, TimedOut, Transient, Unreachable, exit_code
@@ -101,6 +101,22 @@ def test_no_system_is_exit_code_5(
     monkeypatch.delenv("OPEN_RL_NATS_URL", raising=False)
     assert cli.run(["get", "jobs", "--home", str(tmp_path)]) == 5
     assert "openrl up" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("group", ["", "bench", "dlq", "drill", "ledger", "model", "state"])
+def test_a_list_of_commands_cuts_no_sentence_off_on_a_narrow_terminal(
+    group: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.run([group, "--help"] if group else ["--help"]) == 0
+    assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
+
+
+def test_an_empty_list_says_whose_was_asked_for() -> None:
+    """A LoRA runtime without a job holds devices, and is no tenant's."""
+    assert nothing("workloads", "default") == "no workloads of tenant default: -A shows every tenant's"
+    assert nothing("workloads", "") == "no workloads"
+    assert nothing("claims", "default") == "no claims"
 
 
 def test_several_failures_at_once_are_told_as_the_first() -> None:
@@ -233,9 +249,10 @@ def test_status_table_has_a_column_per_phase() -> None:
         ready_at=4.25,
         detail={"device": "cpu"},
     )
-    lines = status_table([record], 10.0).splitlines()
-    assert lines[0].split() == ["WORKLOAD", "READY", "IMPORTS", "LOAD", "TO", "READY", "DETAIL"]
-    assert lines[1].split() == ["demo/trainer", "yes", "2.50", "0.50", "3.25", "device=cpu"]
+    lines = status_table([record]).splitlines()
+    assert lines[0].split() == ["WORKLOAD", "READY", "IMPORTS", "LOAD", "TO", "READY"]
+    assert lines[1].split() == ["demo/trainer", "yes", "2.50", "0.50", "3.25"]
+    assert status_table([record], wide=True).splitlines()[1].split()[-1] == "device=cpu"
 
 
 def test_event_is_one_readable_line() -> None:
@@ -248,6 +265,10 @@ def test_event_is_one_readable_line() -> None:
     assert "assignment=a1" in line
     assert "\n" not in line
     assert "not readable" in event_line(event.subject, b"\xff", 0.0)
+    nested = {"seen": True, "beside": {"workload": "w", "shape": {"role": "trainer"}, "owner": "o" * 500}}
+    line = event_line(event.subject, msgspec.json.encode(nested), 0.25)
+    assert len(line) < 250
+    assert "shape" not in line
 
 
 def test_spec_from_file_with_options_on_top(tmp_path: Path) -> None:
