@@ -296,15 +296,23 @@ class Bucket(Generic[T]):
         puller = self._bus.new_puller(self._stream, self._reader(prefix, info), capacity=_LIST_BATCH, ordered=True)
         try:
             await puller.start()
-            left = info[-1].num_pending or 0
-            began = time.monotonic()
+            num_keys = left = info[-1].num_pending or 0
+            seen: set[str] = set()
+            taken, began = 0, time.monotonic()
             while left > 0:
                 key, entry, pending = await self._next_change(puller)
                 if entry is not None:
                     listed[key] = entry
-                left = min(left - 1, pending)
-                if left % _LIST_SLICE == 0:  # a buffer full of entries is decoded without a pause otherwise
-                    await asyncio.sleep(rest * (time.monotonic() - began))
+                else:
+                    listed.pop(key, None)
+                # A key that is written meanwhile moves behind all others, and may come twice: each is counted once. (The
+                # server's own count is short by some that were written meanwhile, so it tells only the very end.)
+                left = left - (key not in seen) if pending else 0
+                seen.add(key)
+                taken += 1
+                if taken % _LIST_SLICE == 0:  # a buffer full of entries is decoded without a pause otherwise
+                    # What moves on while this reads is caught up with, not followed at a distance.
+                    await asyncio.sleep(rest * (time.monotonic() - began) if taken < num_keys else 0)
                     began = time.monotonic()
             if live is not None:
                 live._replace(listed)

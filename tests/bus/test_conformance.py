@@ -135,6 +135,20 @@ async def test_E11_of_sixteen_racers_each_lands_exactly_once(system: System) -> 
     assert entry.value.renewals == 16
 
 
+async def test_a_list_has_every_key_however_often_all_are_written_meanwhile(system: System) -> None:
+    """L6: leases are renewed all the time. A key that is written again moves behind those that are still to be read."""
+    leases = system.first.store.leases
+    keys = [f"a{number}" for number in range(1_000)]
+    await asyncio.gather(*(leases.put(key, renewed(0)) for key in keys))
+    listing = asyncio.create_task(leases.list(rest=10.0))
+    times = 0
+    while not listing.done():
+        times += 1
+        await asyncio.gather(*(system.second.store.leases.put(key, renewed(times)) for key in keys[:500]))
+        await asyncio.gather(*(system.second.store.leases.put(key, renewed(times)) for key in keys[500:]))
+    assert (await listing).keys() == set(keys)
+
+
 async def test_garbage_is_poison_for_a_reader_and_passed_over_by_a_list(system: System) -> None:
     await system.first.store.leases.put("good", LIVE)
     await system.first.jetstream.publish("$KV.openrl_leases.lease.bad", b"\xff not json")
