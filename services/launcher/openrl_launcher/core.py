@@ -8,7 +8,7 @@ Invariants of the answer:
 - A worker that no seat backs, or whose seat is being released, is stopped; the deletion wins over everything (F5).
 - A device is given to one claim; pending claims are served in line order, those whose owner has its other worker
   seated before all others, each by its tightest tier and the smallest device that fits (W1, P9), after a look at the
-  host budget (B8).
+  host budget (B8), of which those before it are left what they need for a seat beside others here.
 - A claim is freed only when none of its workers is left (B4).
 
 It does no input or output and keeps no state; ``claims`` and ``workers`` carry it out (CAS, processes, events).
@@ -32,8 +32,11 @@ from openrl_common.records import (
     Role,
     SeatRecord,
     SeatState,
+    Shape,
+    Standing,
     Tier,
 )
+from openrl_common.seating import join_refusal
 
 
 class Status(StrEnum):
@@ -297,7 +300,8 @@ def _allocate(view: View) -> Iterator[Action]:
         for claim_id, claim in waiting
     )
     holds = dict(view.holds)
-    host_used_bytes = _host_used_bytes(view)
+    host_used_bytes, set_aside_bytes = _host_used_bytes(view), 0
+    shared = _shared(view)
     for _, _, claim_id in pending:
         cut = view.cuts.get(claim_id)
         if cut is not None:
@@ -309,10 +313,13 @@ def _allocate(view: View) -> Iterator[Action]:
         if founder is None:
             continue
         assignment, entry = founder
-        chosen = _choose(view, claim_id, claim, entry, holds, host_used_bytes)
+        chosen = _choose(view, claim_id, claim, entry, holds, host_used_bytes, set_aside_bytes)
         kept: tuple[str, ...] = ()
         if isinstance(chosen, str):
             yield Unschedulable(claim_id, assignment, entry.workload, entry.tenant, chosen)
+            fits_memory = host_used_bytes + entry.host_bytes <= view.host_allocatable_bytes
+            if fits_memory and shared.may_take(entry) and not _unwelcome(view, claim, entry):
+                set_aside_bytes += entry.host_bytes
         else:
             yield chosen
             kept = chosen.devices
@@ -352,19 +359,57 @@ def _host_used_bytes(view: View) -> int:
     return used
 
 
-def _choose(
-    view: View, claim_id: str, claim: ClaimRecord, entry: ClaimEntry, holds: Mapping[str, str], host_used_bytes: int
-) -> Cut | str:
-    """The devices for a pending claim, or why there are none, in one line with numbers."""
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Claims of this node with room for somebody. A waiter that fits one of them and the node's memory is about to be
+    moved there by placement (F1): its request is under way, and who cut a device first would take its memory (W1)."""
+
+    claims: tuple[ClaimRecord, ...]
+    limit: int
+
+    def may_take(self, entry: ClaimEntry) -> bool:
+        shape = Shape(role=entry.role, device_bytes=entry.device_bytes, exclusive=entry.exclusive)
+        return any(join_refusal(claim, shape, self.limit) == "" for claim in self.claims)
+
+
+def _shared(view: View) -> _Shared:
+    """None on a node that takes no newcomers (F3), or whose memory nobody counts (P6)."""
+    if not view.host_allocatable_bytes or view.host_budget.standing is not Standing.LIVE:
+        return _Shared((), 0)
+    limit = max(view.claims.values(), key=lambda claim: claim.founded_at).limit  # in force, as the ledger wrote it last
+    anybody = Shape(role=Role.TRAINER, device_bytes=0)
+    mine = (claim for claim in view.claims.values() if claim.node == view.node)
+    return _Shared(tuple(claim for claim in mine if join_refusal(claim, anybody, limit) == ""), limit)
+
+
+def _unwelcome(view: View, claim: ClaimRecord, entry: ClaimEntry) -> str:
+    """Why the node is not for this claim whatever is free; "" when it is."""
     avoided = next((a for a in claim.avoid if a.node == view.node and a.until > view.unix_now), None)
     if avoided is not None:
         return f"node {view.node} is avoided by it for {avoided.until - view.unix_now:.0f} s more: {avoided.why}"
     if view.roles and entry.role not in view.roles:
         return f"node {view.node} takes {' and '.join(view.roles)} workers only, this is a {entry.role}"
-    if view.host_allocatable_bytes and host_used_bytes + entry.host_bytes > view.host_allocatable_bytes:
+    return ""
+
+
+def _choose(
+    view: View,
+    claim_id: str,
+    claim: ClaimRecord,
+    entry: ClaimEntry,
+    holds: Mapping[str, str],
+    host_used_bytes: int,
+    set_aside_bytes: int,
+) -> Cut | str:
+    """The devices for a pending claim, or why there are none, in one line with numbers."""
+    if unwelcome := _unwelcome(view, claim, entry):
+        return unwelcome
+    left_bytes = view.host_allocatable_bytes - host_used_bytes - set_aside_bytes
+    if view.host_allocatable_bytes and entry.host_bytes > left_bytes:
+        aside = f", {_gib(set_aside_bytes)} set aside for who came first" if set_aside_bytes else ""
         return (
             f"node {view.node} has not enough host memory: needs {_gib(entry.host_bytes)}, "
-            f"{_gib(max(0, view.host_allocatable_bytes - host_used_bytes))} of {_gib(view.host_allocatable_bytes)} left"
+            f"{_gib(max(0, left_bytes))} of {_gib(view.host_allocatable_bytes)} left{aside}"
         )
     tiers = claim.tiers or (Tier(count=1, floor_bytes=entry.device_bytes, ceiling_gib=0),)
     for tier in tiers:

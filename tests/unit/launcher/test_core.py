@@ -20,6 +20,7 @@ from openrl_common.records import (
     Role,
     SeatRecord,
     SeatState,
+    Standing,
     Tier,
 )
 from openrl_launcher.core import (
@@ -214,6 +215,65 @@ def test_claims_of_one_pass_share_the_host_budget_P6() -> None:
     }
     actions = decide(view(claims=claims, host_allocatable_bytes=10 * GIB))
     assert [type(action) for action in actions] == [Cut, Unschedulable]
+
+
+def waits_for_memory(**fields: object) -> View:
+    """Of 10 GiB 2 are taken. ``first`` needs 8 and more than any free device, but fits a claim that others share."""
+    shared = msgspec.structs.replace(allocated("s1"), devices=("dev0",), device_bytes=80 * GIB)
+    first = pending((1, 40, 80), host_gib=8, order=(0, 1), assignment="a1", owner="t/f")
+    (large,) = first.entries.values()
+    claims = {
+        "shared": shared,
+        "first": msgspec.structs.replace(first, entries={"a1": msgspec.structs.replace(large, device_bytes=40 * GIB)}),
+        "later": pending((1, 10, 23), host_gib=1, order=(0, 2), assignment="a2", owner="t/k"),
+    }
+    state = view(
+        claims=claims,
+        holds={"dev0": "shared"},
+        cuts={"shared": cut("dev0")},
+        seats={"t--s--trainer": held("s1", "shared")},
+        workers=worker("s1"),
+        host_allocatable_bytes=10 * GIB,
+        host_budget=NodeBudget(entries={"s1": NodeEntry(workload="w", claim="shared", host_bytes=2 * GIB)}),
+    )
+    return replace(state, **fields)  # type: ignore[arg-type]
+
+
+def cut_or_not(state: View) -> dict[str, Cut | Unschedulable]:
+    return {action.claim: action for action in decide(state) if isinstance(action, Cut | Unschedulable)}
+
+
+def test_memory_that_an_earlier_waiter_fits_beside_others_is_not_given_with_a_device_to_a_later_one_W1_P6() -> None:
+    """Placement has heard that it is free, its request for the first is on the way."""
+    later = cut_or_not(waits_for_memory())["later"]
+    assert isinstance(later, Unschedulable)
+    assert later.cause.endswith("needs 1.00 GiB, 0.00 GiB of 10.00 GiB left, 8.00 GiB set aside for who came first")
+
+
+def test_what_the_earlier_one_cannot_use_is_not_kept_from_a_later_one_W1() -> None:
+    state = waits_for_memory()
+    shared, first = state.claims["shared"], state.claims["first"]
+
+    def with_claims(**claims: ClaimRecord) -> View:
+        return replace(state, claims={**state.claims, **claims})
+
+    (entry_of_first,) = first.entries.values()
+    exclusive = {"a1": msgspec.structs.replace(entry_of_first, exclusive=True)}
+    too_much = {"a1": msgspec.structs.replace(entry_of_first, host_bytes=9 * GIB)}
+    avoid = (Avoid(node=NODE, until=500.0, why="it did not start"),)
+    full = msgspec.structs.replace(first, limit=1, founded_at=9.0)
+    for other in (
+        with_claims(first=msgspec.structs.replace(first, entries=exclusive)),
+        with_claims(first=msgspec.structs.replace(first, entries=too_much)),
+        with_claims(first=msgspec.structs.replace(first, avoid=avoid)),
+        with_claims(first=full),
+        with_claims(shared=msgspec.structs.replace(shared, device_bytes=30 * GIB)),
+        with_claims(shared=msgspec.structs.replace(shared, node="elsewhere")),
+        with_claims(first=msgspec.structs.replace(first, order=(0, 3))),
+        replace(state, host_budget=msgspec.structs.replace(state.host_budget, standing=Standing.SUSPECT)),
+        replace(state, host_allocatable_bytes=11 * GIB),
+    ):
+        assert isinstance(cut_or_not(other)["later"], Cut)
 
 
 def test_a_claim_cut_but_not_yet_counted_by_the_ledger_counts_on_the_host_P6() -> None:
