@@ -19,6 +19,7 @@ from openrl_client.errors import JobEndedError, Rejected, TimedOut
 from openrl_client.training import TRAIN_STREAM, Pending, TrainingLog, number_of
 from openrl_common.events import EVENT_DECODER, AnyEvent, JobFinished
 from openrl_common.names import short_workload, train_subject
+from openrl_common.quantities import format_seconds
 from openrl_common.records import JobPhase, JobRecord, SavedState, WorkloadRecord
 from openrl_common.wire import (
     LOSSES,
@@ -168,15 +169,20 @@ class Job:
         return self.record
 
     async def progress(self) -> Progress:
-        workloads = self.client.bus.store.workloads
         record = await self.refresh()
-        admitted = {each.workload: each for each in record.workloads}
-        trainer, sampler = (await workloads.get(record.trainer), await workloads.get(record.sampler))
         return Progress(
             job=record,
-            trainer=admitted.get(record.trainer) if trainer is None else trainer.value,
-            sampler=admitted.get(record.sampler) if sampler is None else sampler.value,
+            trainer=await self._workload(record, record.trainer),
+            sampler=await self._workload(record, record.sampler),
         )
+
+    async def _workload(self, record: JobRecord, workload: str) -> WorkloadRecord | None:
+        """As it was admitted, or newer under its own key, where an earlier job's of this name may still stand."""
+        entry = await self.client.bus.store.workloads.get(workload)
+        admitted = next((each for each in record.workloads if each.workload == workload), None)
+        if entry is None or (admitted is not None and entry.value.incarnation < admitted.incarnation):
+            return admitted
+        return entry.value
 
     async def ended_error(self) -> Exception | None:
         """None while the job runs, else the error that says how it ended."""
@@ -212,7 +218,8 @@ class Job:
             if ready:
                 return progress.job
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimedOut(f"job {self.name} is not ready after {timeout_s:.0f} s: {'; '.join(progress.lines())}")
+                waited = format_seconds(timeout_s or 0.0)
+                raise TimedOut(f"job {self.name} is not ready after {waited}: {'; '.join(progress.lines())}")
             await self._wait_change(deadline)
 
     async def _wait_change(self, deadline: float | None) -> None:
@@ -233,7 +240,8 @@ class Job:
             if record.phase.ended:
                 return record
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimedOut(f"job {self.name} is still {record.phase.value} after {timeout_s:.0f} s")
+                waited = format_seconds(timeout_s or 0.0)
+                raise TimedOut(f"job {self.name} is still {record.phase.value} after {waited}")
             await self._wait_change(deadline)
 
     async def events(self, *, follow: bool = True) -> AsyncIterator[AnyEvent]:

@@ -86,7 +86,11 @@ class FunctionTask:
         return self._splits[split]
 
     def reward(self, example: Example, completion: str, finished: bool) -> float:
-        return float(self._reward(example.prompt, completion, example.entry))
+        value = self._reward(example.prompt, completion, example.entry)
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise _no_number(self.name, completion, value) from None
 
     def demonstration(self, example: Example, randomness: random.Random) -> str | None:
         return example.answer
@@ -100,6 +104,8 @@ def reward_of(task: Task, example: Example, completion: str, finished: bool) -> 
     """
     try:
         value = task.reward(example, completion, finished)
+    except Rejected:
+        raise
     except Exception as error:  # the user's function may raise anything
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise Rejected(
@@ -108,10 +114,14 @@ def reward_of(task: Task, example: Example, completion: str, finished: bool) -> 
             code="bad-task",
         ) from error
     if not math.isfinite(value):
-        raise Rejected(
-            f"task {task.name}: its reward of {completion[:40]!r} is {value}: return a number", code="bad-task"
-        )
+        raise _no_number(task.name, completion, value)
     return value
+
+
+def _no_number(task: str, completion: str, value: object) -> Rejected:
+    return Rejected(
+        f"task {task}: its reward of {completion[:40]!r} is {repr(value)[:60]}: return a number", code="bad-task"
+    )
 
 
 # --- the built-in task ------------------------------------------------------------------------------------------
@@ -233,9 +243,15 @@ def load_task(
         Rejected: ``bad-task`` or ``missing-package``, with what to do.
     """
     kind, _, rest = name.rpartition(":")
-    if kind == "letters" or name == "letters":
+    is_letters = kind == "letters" or name == "letters"
+    is_gym = not is_letters and kind in ("", REASONING_GYM)
+    if prompts is not None and (is_letters or is_gym):
+        raise Rejected(f"task {name!r} has its own prompts: --prompts is for FILE.py:FUNCTION", code="bad-task")
+    if config is not None and not is_gym:
+        raise Rejected(f"task {name!r} takes no --task-config: that is for a reasoning-gym dataset", code="bad-task")
+    if is_letters:
         return LetterTask(rest if kind else "")
-    if kind in ("", REASONING_GYM):
+    if is_gym:
         return GymTask(rest, size=size, config=config)
     return _user_task(name, _load_function(kind, rest), prompts)
 

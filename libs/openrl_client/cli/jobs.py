@@ -32,7 +32,10 @@ CANCEL_S = 30.0
 @click.option("--keep", is_flag=True, help="Leave the job running at the end and on Ctrl-C.")
 @connection
 def run(where: Where, recipe: str, timeout_s: float | None, keep: bool, **parameters: Any) -> None:
-    """Publish a job, run RECIPE on it, finish it. Ctrl-C cancels the job, unless --keep."""
+    """Publish a job, run RECIPE on it, finish it. Ctrl-C cancels the job, unless --keep.
+
+    The outcome is printed as a line of JSON; progress goes to stderr.
+    """
     from openrl_client.cli.options import recipe_of
     from openrl_client.connection import find_url
     from openrl_client.tasks import load_task
@@ -92,7 +95,7 @@ async def _run(
                 raise
             if not keep:
                 await job.finish()
-    click.echo(f"metrics: {out / 'metrics.jsonl'}")
+    click.echo(f"metrics: {out / 'metrics.jsonl'}", err=True)  # stdout is the outcome, as JSON
     click.echo(msgspec.json.encode(outcome).decode())
 
 

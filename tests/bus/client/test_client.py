@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from openrl_client import Datum, JobSpec, Rejected, TimedOut, connect
@@ -35,6 +36,14 @@ def record_of(event: JobSubmitted, incarnation: int, phase: JobPhase = JobPhase.
         sampler=f"{event.tenant}--{event.job}--sampler",
         submitted_at=0.0,
     )
+
+
+def trainer_of(record: JobRecord) -> WorkloadRecord:
+    return WorkloadRecord(
+        workload=record.trainer, tenant="t", owner="t/j", owner_name="j", kind=JobKind.FFT, jobs=("t.j",),
+        incarnation=record.incarnation, shape=Shape(role=Role.TRAINER, device_bytes=1, host_bytes=1),
+        base_model="/m", phase=WorkloadPhase.READY, submitted_at=0.0,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -115,11 +124,7 @@ async def test_submitted_job_becomes_ready_and_finishes(client: Client) -> None:
 async def test_waiting_for_a_job_that_has_ended_tells_nothing_of_its_workers(client: Client) -> None:
     """They may serve another job by now: a LoRA runtime outlives its jobs."""
     job = await client.submit(SPEC)
-    worker = WorkloadRecord(
-        workload=job.record.trainer, tenant="t", owner="t/j", owner_name="j", kind=JobKind.FFT, jobs=("t.j",),
-        incarnation=job.record.incarnation, shape=Shape(role=Role.TRAINER, device_bytes=1, host_bytes=1),
-        base_model="/m", phase=WorkloadPhase.READY, submitted_at=0.0,
-    )  # fmt: skip
+    worker = trainer_of(job.record)
     await client.bus.store.workloads.put(worker.workload, worker)
     told: list[str] = []
     await job.ready(5.0, lambda progress: told.extend(progress.lines()))
@@ -128,6 +133,16 @@ async def test_waiting_for_a_job_that_has_ended_tells_nothing_of_its_workers(cli
     with pytest.raises(JobEndedError, match="Finished"):
         await job.ready(5.0, lambda progress: told.extend(progress.lines()))
     assert told == ["j/trainer: Ready"]
+
+
+async def test_what_an_earlier_job_of_the_name_left_is_not_told_as_this_ones(client: Client) -> None:
+    """Its workload stands under the same key until the new one's is written for the first time."""
+    job = await client.submit(SPEC)
+    new = msgspec.structs.replace(trainer_of(job.record), phase=WorkloadPhase.SUBMITTED)
+    old = msgspec.structs.replace(new, incarnation=new.incarnation - 1, phase=WorkloadPhase.FINISHED)
+    await client.bus.store.workloads.put(old.workload, old)
+    await client.bus.store.jobs.put("t.j", msgspec.structs.replace(job.record, workloads=(new,)))
+    assert (await job.progress()).lines() == ["j/trainer: Submitted"]
 
 
 async def test_relative_model_path_means_the_clients_directory(

@@ -96,6 +96,17 @@ def test_users_function_that_returns_a_task(tmp_path: Path) -> None:
         load_task(f"{file}:nothing")
 
 
+def test_what_a_task_would_not_use_is_refused(tmp_path: Path) -> None:
+    """C5: not trained on something else without a word."""
+    (tmp_path / "user_tasks.py").write_text("def score(prompt, completion, entry):\n    return 1\n")
+    for name in ("letters:sort", "chain_sum"):
+        with pytest.raises(Rejected, match=f"'{name}' has its own prompts: --prompts is for FILE.py:FUNCTION"):
+            load_task(name, prompts=tmp_path / "prompts.jsonl")
+    for name in ("letters:sort", f"{tmp_path / 'user_tasks.py'}:score"):
+        with pytest.raises(Rejected, match="takes no --task-config"):
+            load_task(name, config={"max_terms": 2})
+
+
 def test_prompts_file_with_a_bad_line_names_the_line(tmp_path: Path) -> None:
     file = tmp_path / "other.py"
     file.write_text("def score(prompt, completion, entry):\n    return 0.0\n")
@@ -118,8 +129,8 @@ def _raises(*_: Any) -> float:
     ("reward", "said"),
     [
         (_raises, r"task mine: its reward failed on 'text': KeyError: .*test_tasks.py, line \d+"),
-        (lambda *_: None, "TypeError"),
-        (lambda *_: "good", "could not convert"),
+        (lambda *_: None, "is None: return a number"),
+        (lambda *_: "good", "is 'good': return a number"),
         (lambda *_: float("nan"), "is nan: return a number"),
         (lambda *_: float("-inf"), "is -inf"),
     ],
