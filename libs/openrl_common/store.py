@@ -305,7 +305,7 @@ class Bucket(Generic[T]):
                     listed[key] = entry
                 else:
                     listed.pop(key, None)
-                # A key that is written meanwhile moves behind all others, and may come twice: each is counted once. (The
+                # A key that is written meanwhile moves behind all others, and may come twice: each counts once. (The
                 # server's own count is short by some that were written meanwhile, so it tells only the very end.)
                 left = left - (key not in seen) if pending else 0
                 seen.add(key)

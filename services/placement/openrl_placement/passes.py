@@ -9,7 +9,7 @@ Invariants: a mismatch is acted on only when it was seen twice in a row, because
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 import msgspec
@@ -95,29 +95,32 @@ class Pass:
     def rederive(self, state: State, now: float) -> Effects:
         """The whole pass at once."""
         fx = Effects()
-        for part in self.slices(state, now):
+        for part in self.slices(state, lambda: now):
             fx.add(part)
         return fx
 
-    def slices(self, state: State, now: float) -> Iterator[Effects]:
-        """The same pass in parts, so that a caller with thousands of workloads can see to other things in between."""
+    def slices(self, state: State, clock: Callable[[], float]) -> Iterator[Effects]:
+        """The same pass in parts, so that a caller with thousands of workloads can see to other things in between.
+
+        Each part is decided at its own time: what came in between is not judged by an older one.
+        """
         seen: dict[str, object] = {}
         living = list(state.living)
         for start in range(0, len(living), _SLICE):
-            fx = Effects()
+            fx, now = Effects(), clock()
             for workload in living[start : start + _SLICE]:
                 self._look_at(state, workload, seen, now, fx)
             yield fx
         self._seen = seen
-        fx = Effects()
+        fx, now = Effects(), clock()
         for key, job in list(state.jobs.items()):
             if job.phase is JobPhase.FINISHING and any(alive(record) for record in state.pair(job)):
                 fail_job(state, job, job.reason, job.message, now, fx)  # whoever began it was killed before the rest
             elif job.phase is JobPhase.FINISHING:
                 end_if_gone(state, key, now, fx)
         yield fx
-        yield from _refresh_reasons(state, now)
-        fx = Effects()
+        yield from _refresh_reasons(state, clock)
+        fx, now = Effects(), clock()
         wake_seatless(state, now, fx)
         give_way(state, now, fx)
         yield fx
@@ -204,9 +207,9 @@ def _unanswered(state: State, record: WorkloadRecord, now: float, fx: Effects) -
         repeat_request(state, record, now, fx)
 
 
-def _refresh_reasons(state: State, now: float) -> Iterator[Effects]:
+def _refresh_reasons(state: State, clock: Callable[[], float]) -> Iterator[Effects]:
     """Reasons change without an event that says so (another job took the last seat): the first in line are told."""
-    fx = Effects()
+    fx, now = Effects(), clock()
     for count, workload in enumerate(islice(state.line.waiting(), _REASONS_MAX), start=1):
         record = state.workloads[workload]
         if not state.line.busy(workload) and record.assignment:
@@ -214,5 +217,5 @@ def _refresh_reasons(state: State, now: float) -> Iterator[Effects]:
             join_line(state, record, now, fx, cause=record.message if told else "")
         if count % _REASONS_SLICE == 0:
             yield fx
-            fx = Effects()
+            fx, now = Effects(), clock()
     yield fx

@@ -15,6 +15,7 @@ loses it ends its process and comes back as a stand-by: nothing of its view can 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import weakref
@@ -261,31 +262,35 @@ class Placement:
             stopping.cancel()
 
     async def follow_time(self) -> None:
-        """Deadlines every second, the repairing pass every ``pass_every_s``."""
-        next_pass = time.monotonic() + self._config.pass_every_s
+        """Deadlines, and whatever else is due, every second."""
         while not self._bus.stopping.is_set():
             # Cut off from the bus, the view is old: no deadline passes and nothing is repaired until it is back.
             if self._bus.connected:
                 await self._try(tick(self.state, time.time()))
-            if time.monotonic() >= next_pass and self._bus.connected:
-                await self._repair()
-                next_pass = time.monotonic() + self._config.pass_every_s
-            try:
-                async with asyncio.timeout(_TICK_S):
-                    await self._bus.stopping.wait()
-            except TimeoutError:
-                continue
+            await self._pause(_TICK_S)
 
-    async def _repair(self) -> None:
-        """One repairing pass, which leaves most of the core to events: a wake-up comes through the loop many times."""
+    async def repair(self) -> None:
+        """The repairing pass every ``pass_every_s``, beside the ticks: with thousands of workloads it lasts seconds."""
+        while not self._bus.stopping.is_set():
+            await self._pause(self._config.pass_every_s)
+            if self._bus.connected:
+                await self._repair_once()
+
+    async def _repair_once(self) -> None:
+        """One pass, which leaves most of the core to events: a wake-up comes through the loop many times."""
         began = time.monotonic()
-        for part in self._pass.slices(self.state, time.time()):
+        for part in self._pass.slices(self.state, time.time):
             took = time.monotonic() - began
-            if not self._bus.connected:
+            if not self._bus.connected or self._bus.stopping.is_set():
                 return
             await self._try(part)
-            await asyncio.sleep(_REST * took)
+            await self._pause(_REST * took)
             began = time.monotonic()
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._bus.stopping.wait()
 
     async def _try(self, effects: Effects) -> None:
         try:
@@ -430,6 +435,7 @@ async def _act(
             ),
             placement.follow_mirrors(),
             placement.follow_time(),
+            placement.repair(),
             duty.wait_lost(context.stopping),
             identity.watch(context.stopping),
         )

@@ -102,10 +102,10 @@ def wake_seatless(state: State, now: float, fx: Effects, *, after: Place | None 
     """Ask again for the first waiters that hold no claim: a node joined, a device came free, or time has passed.
 
     ``after``: for those behind this place, which are left of an earlier wake-up: who was asked then and got nothing has
-    had its turn.
+    had its turn. A wake-up from the front leaves that place where it is, or many of them would keep the last waiting.
     """
     asked = 0
-    state.seatless_after = None
+    further, state.seatless_after = state.seatless_after, None
     for workload in state.line.waiting(partial(_can_found, state), after=after):
         if state.line.busy(workload):
             continue
@@ -113,7 +113,7 @@ def wake_seatless(state: State, now: float, fx: Effects, *, after: Place | None 
         ask(state, state.workloads[workload], now, fx)
         asked += 1
         if asked == SEATLESS_MAX:
-            state.seatless_after = place
+            state.seatless_after = place if further is None else max(place, further)
             return
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openrl_common.events import JobFailed, SeatRefused, SeatReleaseRequested, SeatRequested
+from openrl_common.events import ClaimFreed, JobFailed, SeatRefused, SeatReleaseRequested, SeatRequested
 from openrl_common.quantities import GIB
 from openrl_common.records import NodeBudget, NodeEntry, Reason, WorkloadPhase
 from openrl_placement.passes import UNANSWERED_S
@@ -172,6 +172,38 @@ def test_W2_the_tick_goes_on_behind_those_it_asked_for_also_when_they_got_nothin
     assert len(asked) == 200
     assert len(set(asked)) == 200
     assert it.take(SeatRequested) == []
+
+
+def test_W2_wake_ups_from_the_front_do_not_keep_the_tick_from_those_behind() -> None:
+    it = Desk()
+    for number in range(150):
+        it.submit(f"j{number}")
+    it.node(node(devices=8))
+    asked: set[str] = set()
+    for _ in range(6):
+        for each in it.take(SeatRequested):
+            asked.add(each.workload)
+            refuse(it, each)
+        it.take(SeatRequested)
+        it.event(ClaimFreed(claim="c", node="n1"))
+        it.tick(1)
+    assert len(asked) == 300
+
+
+def test_W4_each_part_of_a_long_pass_is_decided_at_its_own_time() -> None:
+    it = Desk()
+    it.node(node())
+    for number in range(40):
+        it.submit(f"j{number}")
+        for request in it.take(SeatRequested):
+            it.book(request, allocate=False)
+    began = it.now
+    for part in it.repairs.slices(it.state, lambda: it.now):
+        it.apply(part)
+        it.now += 11
+    waiting = [record for record in it.state.workloads.values() if record.reason is not None]
+    assert len(waiting) == 16, "those of the second part have heard nothing for long"
+    assert {record.since for record in waiting} == {began + 11}
 
 
 def test_E5_the_pass_that_finds_an_allocation_and_a_ready_worker_leaves_it_ready() -> None:

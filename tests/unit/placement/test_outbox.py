@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from nats.js.errors import ServerError
 
+from openrl_common.bus import Bus
 from openrl_common.duty import Duty
 from openrl_common.errors import Transient
 from openrl_common.events import JobCancelled, JobEnded, JobFinished, JobSubmitted, SeatRequested, WorkerExited
@@ -116,14 +117,15 @@ async def test_E6_what_is_kept_goes_out_in_the_order_of_the_decisions() -> None:
     assert [msgspec.json.decode(event.data, type=JobEnded).outcome for event in events] == ["first", "second", "third"]
 
 
-def placement_on(bus: MemoryBus) -> tuple[Placement, Desk]:
+def placement_on(bus: Bus, *, placement_timeout_s: float = 0.0, pass_every_s: float = 10.0) -> tuple[Placement, Desk]:
     """The service's core parts, and a desk that plays on its state."""
     config = PlacementSettings(
         nats_url="memory", home=Path("home"), log_level="error", log_format="json", health_host="", health_port=0,
-        max_seats_per_claim=0, placement_strategy="binpack", owner_affinity=True, placement_timeout_s=0.0,
-        lora_jobs_per_runtime=1, lora_idle_s=600.0, trainer_host_base_bytes=0, sampler_host_base_bytes=0,
-        trainer_device_base_bytes=0, sampler_device_base_bytes=0, sampler_cache_tokens=1024, update_method="streamed",
-        update_chunk_bytes=1 << 28, update_staging_factor=1.0, scalable_shapes=(), pass_every_s=10.0,
+        max_seats_per_claim=0, placement_strategy="binpack", owner_affinity=True,
+        placement_timeout_s=placement_timeout_s, lora_jobs_per_runtime=1, lora_idle_s=600.0,
+        trainer_host_base_bytes=0, sampler_host_base_bytes=0, trainer_device_base_bytes=0,
+        sampler_device_base_bytes=0, sampler_cache_tokens=1024, update_method="streamed",
+        update_chunk_bytes=1 << 28, update_staging_factor=1.0, scalable_shapes=(), pass_every_s=pass_every_s,
     )  # fmt: skip
     placement = Placement(bus, config)
     it = Desk()
