@@ -201,7 +201,7 @@ def _claim_cells(row: ClaimRow, now: float) -> list[str]:
         row.claim,
         row.state.value,
         f"{len(row.seats)}/{row.limit or '∞'}",
-        str(len(row.resident)) if row.seats else "",
+        str(len(row.resident)) if any(not seat.exclusive for seat in row.seats) else "",  # alone: no turns (T1)
         str(len(row.waiting) or ""),
         row.node,
         ",".join(row.devices),

@@ -57,6 +57,7 @@ class Reporter:
     def phase(self, phase: str, reward: float | None) -> None:
         self._phase = phase
         self.line(phase if reward is None else f"{phase}, held-out reward {reward:.3f}")
+        self._live(phase)
 
     def step(self, metrics: dict[str, Any]) -> None:
         """One step of a recipe; elsewhere than on a terminal at most every few seconds."""

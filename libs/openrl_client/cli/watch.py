@@ -55,8 +55,8 @@ async def _logs(where: Where, workload: str, follow: bool, num_lines: int) -> li
                 if command := kubectl_logs(workers, full, follow=follow, num_lines=num_lines):
                     return command
         raise Rejected(
-            f"no log of {workload!r} in {where.home / 'logs'}: see `openrl get workloads` for names "
-            "(logs are kept on the node that ran the worker)",
+            f"no log of {workload!r} in {where.home / 'logs'}: it has not started yet, or the log is on its node "
+            "(`openrl get workloads -o wide`)",
             code="unknown",
         )
     while True:

@@ -209,7 +209,9 @@ def test_claims_table_shows_seats_used_of_limit() -> None:
     assert shown[1].split()[2:5] == ["1/2", "1", "2"]
     assert "1/∞" in render("claims", [msgspec.structs.replace(row, limit=0)], None)
     alone = msgspec.structs.replace(row, seats=[msgspec.structs.replace(seat, exclusive=True)])
-    assert "demo/trainer (exclusive)" in render("claims", [alone], None)
+    line = render("claims", [alone], None, with_header=False)
+    assert "demo/trainer (exclusive)" in line
+    assert line.split()[2:5] == ["1/2", "-", "-"], "it takes no turns: none is resident in that sense"
 
 
 def test_explanation_names_reason_line_and_candidates() -> None:
