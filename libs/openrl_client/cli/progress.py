@@ -22,7 +22,6 @@ class Reporter:
         self._name = name
         self._status: Any = None
         self._told: set[str] = set()
-        self._phase = ""
         self._printed_at = 0.0
 
     def __enter__(self) -> Self:
@@ -55,7 +54,6 @@ class Reporter:
         self._live(progress.job.phase.value)
 
     def phase(self, phase: str, reward: float | None) -> None:
-        self._phase = phase
         self.line(phase if reward is None else f"{phase}, held-out reward {reward:.3f}")
         self._live(phase)
 
