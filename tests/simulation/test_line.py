@@ -27,9 +27,10 @@ def job(name: str, device_gib: float, host_gib: float) -> JobPlan:
 
 
 class Memory(World):
-    """``x`` and ``y`` share the large device and all host memory. ``first`` fits beside them, ``later`` the free device.
+    """``x`` and ``y`` share the large device and all host memory. ``first`` fits beside them, ``later``
+    elsewhere.
 
-    Then ``x`` ends: its memory is what ``first`` needs, on either seat.
+    Then ``x`` ends, and its memory is what ``first`` needs.
     """
 
     async def _run(self) -> None:
