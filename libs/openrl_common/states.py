@@ -40,7 +40,7 @@ def read_info(path: Path) -> StateInfo:
     """
     try:
         return msgspec.json.decode(read_metadata(path).get("openrl", "{}"), type=StateInfo)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise Rejected(f"{path}: its description is not usable ({error})", code="bad-state") from error
 
 

@@ -108,7 +108,7 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
         entries = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
         decoded = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in entries.items()}
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise _broken(path, f"its header is not valid ({error})") from error
     data_start = _LENGTH_BYTES + length
     headers = [_checked(path, name, entry, data_start) for name, entry in decoded.items()]

@@ -423,7 +423,9 @@ class TrainEngine:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(state["parameter"][name])
-        self._gradients = {name: tensor.to(device) for name, tensor in state["gradient"].items()}
+        self._gradients = {
+            name: tensor.to(device, self._parameters[name].dtype) for name, tensor in state["gradient"].items()
+        }
         self._adam.load(
             {
                 name: {section: state[section][name] for section in OPTIMIZER_SECTIONS if name in state[section]}

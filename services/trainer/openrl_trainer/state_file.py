@@ -76,6 +76,10 @@ def read_state(path: Path, parameters: dict[str, Tensor]) -> tuple[State, StateI
                 f"load_state: {path} has {key!r} with shape {list(tensor.shape)}, needed is {list(wanted)}",
                 code="bad-state",
             )
+        if not tensor.is_floating_point():
+            raise Rejected(f"load_state: {path} has {key!r} of type {tensor.dtype}, no float", code="bad-state")
+        if section == "step" and not (tensor.dtype is torch.float32 and 0 <= float(tensor) < float("inf")):
+            raise Rejected(f"load_state: {path} has {key!r} = {tensor}, no number of steps", code="bad-state")
         state[section][name] = tensor
     absent = sorted(parameters.keys() - state["parameter"].keys())
     if absent:

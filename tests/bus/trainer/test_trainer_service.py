@@ -74,6 +74,8 @@ async def test_a_log_is_applied_once_in_order_and_survives_kill_9_bit_for_bit_R4
     assert stale.error is not None
     assert stale.error.code == "stale-incarnation"
     await world.send("tune", learn(0), body=b"\xff not json", again="garbage")
+    deep = b'{"seq":1,"incarnation":7,"odd":' + b"[" * 5000 + b"]" * 5000 + b"}"
+    await world.send("tune", learn(0), body=deep, again="deep")
     await world.send("tune", step(2))
     await world.send("tune", learn(1))
     answers = [await world.answer() for _ in range(2)]

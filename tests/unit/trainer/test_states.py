@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from openrl_common.errors import Rejected
 from openrl_common.records import LoraSpec
@@ -17,9 +18,11 @@ from openrl_common.states import list_states, state_path
 from openrl_common.wire import DeleteState, ListStates, LoadState, SaveState
 from openrl_trainer.engine import TrainEngine
 from openrl_trainer.export import export
+from openrl_trainer.model import BaseModel
 from unit.trainer.conftest import learn, random_data, step
 
 Engines = Callable[..., TrainEngine]
+Bases = Callable[..., BaseModel]
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 
 
@@ -73,6 +76,52 @@ def test_a_state_that_cannot_be_removed_is_an_answer_and_not_the_end_of_the_proc
     assert refused is not None
     assert refused.code == "write-failed"
     assert "odd.safetensors" in refused.message
+
+
+def test_a_state_whose_values_no_training_made_is_refused_whole_R6(new_engine: Engines, tmp_path: Path) -> None:
+    """What was loaded broke the update off, in this life and in every later one."""
+    engine = trained(new_engine(lora=LoraSpec(rank=2)))
+    engine.apply(learn(4, random_data(4)))
+    engine.apply(SaveState(seq=5, incarnation=7, name="good"))
+    good = load_file(state_path(tmp_path, "default", "job", "good"))
+    name = next(key for key in good if key.startswith("parameter/")).removeprefix("parameter/")
+    odd = [
+        ("step", torch.tensor(-1.0)), ("step", torch.tensor(float("nan"))), ("step", torch.tensor(3)),
+        *((section, good[f"{section}/{name}"].to(torch.int32)) for section in ("parameter", "gradient", "exp_avg")),
+        ("parameter", good[f"parameter/{name}"].to(torch.complex64)),
+    ]  # fmt: skip
+    before = engine.copy_state()
+    for section, tensor in odd:
+        path = state_path(tmp_path, "default", "job", "odd")
+        save_file(good | {f"{section}/{name}": tensor}, path, metadata={"format": "pt"})
+        refused = engine.apply(LoadState(seq=6, incarnation=7, name="odd")).result.error
+        assert refused is not None, (section, tensor.dtype)
+        assert refused.code == "bad-state"
+    after = engine.copy_state()
+    assert all(torch.equal(tensor, after[s][key]) for s, section in before.items() for key, tensor in section.items())
+    assert engine.apply(step(7)).result.error is None
+
+
+@pytest.mark.parametrize("hostile", [b'{"odd":' + b"[" * 5000 + b"]" * 5000 + b"}", b'{"\xff":1}', b"[]", b""])
+def test_a_hostile_file_among_the_states_is_passed_over_R4(new_engine: Engines, tmp_path: Path, hostile: bytes) -> None:
+    engine = trained(new_engine(), "good")
+    header = len(hostile).to_bytes(8, "little") + hostile
+    state_path(tmp_path, "default", "job", "hostile").write_bytes(header)
+    listed = engine.apply(ListStates(seq=4, incarnation=7)).result.states
+    assert [one.name for one in listed or ()] == ["good"]
+    refused = engine.apply(LoadState(seq=5, incarnation=7, name="hostile")).result.error
+    assert refused is not None
+    assert refused.code == "bad-state"
+
+
+def test_gradients_of_another_type_go_on_in_the_type_of_this_job_R6(new_engine: Engines, new_base: Bases) -> None:
+    """Sums of a float32 job would be rounded to the bfloat16 of the state."""
+    other = new_engine(base=new_base(dtype="bfloat16"))
+    other.apply(learn(1, random_data(1)))
+    other.apply(SaveState(seq=2, incarnation=7, name="s"))
+    engine = new_engine()
+    assert engine.apply(LoadState(seq=1, incarnation=7, name="s")).result.error is None
+    assert {tensor.dtype for tensor in engine.copy_state()["gradient"].values()} == {torch.float32}
 
 
 def test_a_later_incarnation_loads_what_an_earlier_one_saved(new_engine: Engines) -> None:
