@@ -27,8 +27,8 @@ def job(name: str, device_gib: float, host_gib: float) -> JobPlan:
 
 
 class Memory(World):
-    """``x`` and ``y`` share the large device and all host memory. ``first`` fits beside them, ``later``
-    elsewhere.
+    """``x`` and ``y`` share the large device and all host memory. ``first`` would fit beside them,
+    ``later`` the free device.
 
     Then ``x`` ends, and its memory is what ``first`` needs.
     """
