@@ -227,7 +227,9 @@ def test_the_next_up_ends_what_a_killed_supervisor_left_and_goes_on(home: Path) 
     down(home, progress=quiet)
 
 
-@pytest.mark.parametrize("after_s", [0.1, 0.4, 0.7, 1.0, 1.5, 2.2])
+@pytest.mark.parametrize(
+    "after_s", [0.1, *[pytest.param(after, marks=pytest.mark.long) for after in (0.4, 1.0, 2.2)], 0.7, 1.5]
+)
 def test_ctrl_c_while_coming_up_leaves_nothing(home: Path, after_s: float) -> None:
     arguments = [OPENRL, "up", "--home", str(home), "--devices", "2x8GiB"]
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -60,7 +60,7 @@ async def run_loop(model: Path, home: Path, devices: str, kind: JobKind) -> tupl
     return seen, ready
 
 
-@pytest.mark.parametrize("kind", [JobKind.FFT, JobKind.LORA])
+@pytest.mark.parametrize("kind", [pytest.param(JobKind.FFT, marks=pytest.mark.long), JobKind.LORA])
 async def test_t2_t5_on_a_device_too_small_for_both_the_loop_goes_on_with_the_same_results(
     tiny_model: Path, tmp_path: Path, kind: JobKind
 ) -> None:
