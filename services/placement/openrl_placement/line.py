@@ -117,6 +117,15 @@ class Line:
         self._promised.update(promise.claims)
         self._promised_bytes.update(dict.fromkeys(promise.nodes, promise.host_bytes))
 
+    def asks_for_none(self, workload: str) -> bool:
+        """A request is under way that names no claim: it is to found one."""
+        promise = self._promises.get(workload)
+        return promise is not None and not promise.claims
+
+    def promise_also(self, workload: str, claim: str, node: str) -> None:
+        """Keep a claim for one whose request is to found another: once that is answered, it is offered this one."""
+        self.promise(workload, Promise((claim,), frozenset((node,)), self._promises[workload].host_bytes))
+
     def aim(self, workload: str, claim: str) -> None:
         """A request is under way, of a waiter or not, whose first candidate is ``claim``."""
         self._unaim(workload)

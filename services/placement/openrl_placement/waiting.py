@@ -84,7 +84,8 @@ def wake_claim(state: State, claim: str, now: float, fx: Effects) -> None:
     for workload in state.line.waiting(fits):
         if state.line.promised(claim) >= room:
             return
-        if state.line.busy(workload) or _was_refused(state, workload, claim, now):
+        founds = state.line.asks_for_none(workload)
+        if (state.line.busy(workload) and not founds) or _was_refused(state, workload, claim, now):
             continue
         waiter = state.workloads[workload]
         wanted = need(waiter, now)
@@ -92,6 +93,9 @@ def wake_claim(state: State, claim: str, now: float, fx: Effects) -> None:
             continue
         if not _memory_is_left(state, claim, workload, wanted):
             return
+        if founds:
+            state.line.promise_also(workload, claim, record.node)
+            continue
         candidates = [each for each in _candidates(state, waiter, now) if not _was_refused(state, workload, each, now)]
         if claim not in candidates:
             candidates = [*candidates[: CANDIDATES_MAX - 1], claim]

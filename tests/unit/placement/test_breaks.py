@@ -92,6 +92,21 @@ def test_P9_a_shape_that_joined_later_ends_the_wait_of_a_claim_that_was_founded_
     assert it.take(SeatRequested) == []
 
 
+def test_W1_a_seat_that_comes_free_while_an_own_claim_is_founded_anew_is_kept_for_its_founder() -> None:
+    it = Desk(limit=2)
+    it.node(node("n1", devices=1, gib=24))
+    it.claim("c", allocated({"x": entry("w1"), "y": entry("w2")}, gib=24))
+    queue(it, "a", "b", gib=20)
+    it.node(node("n2", devices=1, gib=80))
+    anew = {each.workload: each for each in it.take(SeatRequested)}
+    refuse(it, anew[sampler("b")])
+    it.claim("c", allocated({"x": entry("w1")}, gib=24))
+    assert it.take(SeatRequested) == [], "the first in line has a request under way that names no claim"
+    it.book(anew[sampler("a")], "new", allocate=False)
+    (move,) = it.take(SeatRequested)
+    assert (move.workload, move.candidates) == (sampler("a"), ("c",))
+
+
 def test_P9_a_request_that_found_its_own_claim_narrow_is_repeated_as_it_was() -> None:
     """E5: also under a strategy that would not share yet, and of one that no launcher has spoken of."""
     it = Desk(policy=Policy(strategy="spread", verdict_wait_s=100.0))
