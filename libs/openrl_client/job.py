@@ -178,6 +178,8 @@ class Job:
 
     async def _workload(self, record: JobRecord, workload: str) -> WorkloadRecord | None:
         """As it was admitted, or newer under its own key, where an earlier job's of this name may still stand."""
+        if not workload:
+            return None  # the job was refused
         entry = await self.client.bus.store.workloads.get(workload)
         admitted = next((each for each in record.workloads if each.workload == workload), None)
         if entry is None or (admitted is not None and entry.value.incarnation < admitted.incarnation):

@@ -143,6 +143,8 @@ def find(state: State, query: ExplainQuery) -> WorkloadRecord:
     owner, slash, role = query.workload.rpartition("/")
     if found is None and slash:
         job = state.jobs.get(f"{query.tenant or DEFAULT_TENANT}.{owner}")
+        if job is not None and not job.trainer:
+            raise Rejected(f"job {owner!r} was refused and has no workload: {job.message}", code="unknown-workload")
         if job is not None:
             found = state.workloads.get(job.trainer if role == "trainer" else job.sampler if role == "sampler" else "")
         else:

@@ -164,6 +164,19 @@ async def test_refused_job_raises_placements_code(client: Client) -> None:
     assert caught.value.code == "impossible"
 
 
+async def test_waiting_for_a_job_that_was_refused_says_why(client: Client, far_side: Bus) -> None:
+    """C5: exit code 3, not 5: it has no workload that could be read."""
+    job = await client.submit(SPEC)
+    refused = msgspec.structs.replace(
+        job.record, phase=JobPhase.FAILED, trainer="", sampler="", reason="impossible", message="too large"
+    )
+    await far_side.store.jobs.put("t.j", refused)
+    assert str(await job.progress()) == "j: Failed"
+    with pytest.raises(JobEndedError, match="too large") as caught:
+        await job.ready(5.0)
+    assert caught.value.code == "impossible"
+
+
 async def test_a_job_cancelled_before_it_was_admitted_is_told_as_ended(nats_url: str, far_side: Bus) -> None:
     """Placement was killed between its record and its answer, the cancellation came first: no JobAdmitted follows."""
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+import pytest
 
+from openrl_common.errors import Rejected
 from openrl_common.events import (
     JobEnded,
     JobFailed,
@@ -452,6 +454,14 @@ def test_W5_explain_says_why_where_in_line_until_when_and_who_holds_what_it_need
     assert row.refused == "all 2 seats are taken"
     assert row.held_by == (sampler("first"), trainer("first"))
     assert any("unknown and was not checked" in note for note in answer.notes)
+
+
+def test_W5_explain_says_of_a_refused_job_why_it_has_no_workload() -> None:
+    it = Desk()
+    it.node(node(gib=80))
+    it.submit("big", gib=500)
+    with pytest.raises(Rejected, match=r"job 'big' was refused and has no workload: .*500 GiB"):
+        explain.explain(it.state, ExplainQuery(workload="big/trainer"), it.now)
 
 
 def test_P12_explain_says_of_a_runtime_without_a_job_until_when_it_holds_what_is_waited_for() -> None:
