@@ -564,9 +564,14 @@ def test_weights_that_are_not_finite_fail_the_call_and_not_the_engine(
 ) -> None:
     engine = new_engine()
     apply(engine, save_full(1, fill=float("nan")))
-    error = run(engine, PROMPTS, max_tokens=8).error
-    assert error is not None
-    assert error.code == "bad-weights"
+    for asked in (
+        {"max_tokens": 8},
+        {"max_tokens": 0, "prompt_logprobs": True},
+        {"max_tokens": 0, "prompt_top_logprobs": 2},
+    ):
+        error = run(engine, PROMPTS, **asked).error
+        assert error is not None, asked
+        assert error.code == "bad-weights"
     apply(engine, save_full(2))
     assert run(engine, PROMPTS, max_tokens=8).error is None
 

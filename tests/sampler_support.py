@@ -60,9 +60,10 @@ def save_model(path: Path, *, tied: bool = True, seed: int = 1, fill: float | No
     return path
 
 
-def _record(
+def new_record(
     directory: Path, *, weights_format: str, job: str, version: int, incarnation: int, **delta: Any
 ) -> WeightsRecord:
+    """The manifest of what lies in ``directory``, written there, and its announcement."""
     files = {
         path.name: FileInfo(sha256=hash_file(path), bytes=path.stat().st_size) for path in sorted(directory.iterdir())
     }
@@ -86,7 +87,7 @@ def save_full_version(
     """A Hugging Face directory with a manifest."""
     directory = version_directory(home, "t", job, incarnation, version)
     save_model(directory, seed=version + 100 if seed is None else seed, **changes)
-    return _record(directory, weights_format="full", job=job, version=version, incarnation=incarnation)
+    return new_record(directory, weights_format="full", job=job, version=version, incarnation=incarnation)
 
 
 def save_lora_version(
@@ -104,7 +105,7 @@ def save_lora_version(
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     model.save_pretrained(str(directory))
-    return _record(directory, weights_format="lora", job=job, version=version, incarnation=incarnation)
+    return new_record(directory, weights_format="lora", job=job, version=version, incarnation=incarnation)
 
 
 def save_delta_version(
@@ -142,7 +143,7 @@ def save_delta_version(
     save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
     directory.mkdir(parents=True)
     save_file(changed, directory / DELTA_FILE)
-    return _record(
+    return new_record(
         directory, weights_format="delta", job=parent.job, version=version, incarnation=parent.incarnation,
         parent=parent.version, parent_digest=parent.digest, baseline=0,
     )  # fmt: skip

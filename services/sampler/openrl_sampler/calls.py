@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 
 from openrl_common.records import JobKind, WeightsRecord
@@ -50,12 +51,9 @@ class Row:
     versions: list[int] = field(default_factory=list)
 
     def add(self, token: int, logprob: float, version: int) -> None:
-        """The next token. One whose log-probability is NaN fails the whole call."""
-        if logprob != logprob:  # NaN
-            self.owner.error = ErrorInfo(
-                code="bad-weights",
-                message=f"weights version {version} of {self.owner.call.job} give logits that are not finite",
-            )
+        """The next token. One whose log-probability is not finite fails the whole call."""
+        if not isfinite(logprob):
+            self.owner.error = _bad_weights(self.owner, version)
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -209,7 +207,14 @@ class Calls:
         raise NotImplementedError
 
 
+def _bad_weights(owner: Call, version: int) -> ErrorInfo:
+    message = f"weights version {version} of {owner.call.job} give logits that are not finite"
+    return ErrorInfo(code="bad-weights", message=message)
+
+
 def _generated(owner: Call) -> Generated:
+    if owner.error is None and not all(isfinite(score) for scores in owner.scores or () for score in scores):
+        owner.error = _bad_weights(owner, owner.version)  # JSON has no word for them
     if owner.error is not None:
         return Generated(request=owner.call.request, sequences=[], error=owner.error)
     sequences = [[sequence for sequence in group if sequence is not None] for group in owner.results]
@@ -218,5 +223,12 @@ def _generated(owner: Call) -> Generated:
         request=owner.call.request,
         sequences=sequences,
         prompt_logprobs=owner.scores if params.prompt_logprobs else None,
-        prompt_top_logprobs=owner.tops if params.prompt_top_logprobs else None,
+        prompt_top_logprobs=_possible(owner.tops) if params.prompt_top_logprobs else None,
     )
+
+
+def _possible(tops: list[list[list[TokenLogprob]]] | None) -> list[list[list[TokenLogprob]]] | None:
+    """Without tokens that a model rules out: of those there may be fewer than were asked for."""
+    if tops is None:
+        return None
+    return [[[pair for pair in place if isfinite(pair[1])] for place in prompt] for prompt in tops]

@@ -120,15 +120,13 @@ class Requests:
             return
         if closed := self._closed or ("the sampler is stopping" if self._context.stopping.is_set() else ""):
             raise Transient(closed)
+        waiter = Waiter(key, job_key(request.tenant, request.job, request.incarnation), request)
+        future: asyncio.Future[SampleResult] = asyncio.get_running_loop().create_future()
+        # Before anything is waited for: a redelivery that comes meanwhile must find it.
+        in_hand = self.in_hand[key] = InHand(waiter, future, delivery.deliveries, time.monotonic())
         try:
-            if delivery.deliveries > DELIVERIES_MAX:
-                raise Rejected(f"given up after {DELIVERIES_MAX} deliveries without an answer", code="engine-failed")
-            in_hand = await self._accept(key, request, delivery.deliveries)
-        except Rejected as error:
-            await self._answer(request, SampleResult(request=request.request, error=info_of(error)))
-            return
-        try:
-            await self._answer(request, await _beat_until(in_hand.future, delivery))
+            await self._accept(in_hand)
+            await self._answer(request, await _beat_until(future, delivery))
         finally:
             self.in_hand.pop(key, None)
             if not self.in_hand:
@@ -148,9 +146,25 @@ class Requests:
         log.warning("request %s refused: %s", envelope.request, info.message)
         await self._bus.send(envelope.reply_to, msgspec.json.encode(SampleResult(request=envelope.request, error=info)))
 
-    async def _accept(self, key: str, request: SampleRequest, deliveries: int) -> InHand:
-        """Check the request and put it in line. Raises Rejected."""
-        job = job_key(request.tenant, request.job, request.incarnation)
+    async def _accept(self, in_hand: InHand) -> None:
+        """Check the request and put it in line, or settle it: its future says which answer, or that it goes back."""
+        try:
+            await self._check(in_hand)
+            if not in_hand.future.done():  # else given back meanwhile
+                self.line.offer(in_hand.waiter)
+                self._wake.set()
+        except Rejected as error:
+            self.resolve_error(in_hand.waiter.key, info_of(error))
+        except Exception as error:
+            if not in_hand.future.done():
+                in_hand.future.set_exception(error)
+
+    async def _check(self, in_hand: InHand) -> None:
+        """Raises Rejected."""
+        waiter = in_hand.waiter
+        request, job = waiter.request, waiter.job
+        if in_hand.deliveries > DELIVERIES_MAX:
+            raise Rejected(f"given up after {DELIVERIES_MAX} deliveries without an answer", code="engine-failed")
         if job not in self._weights.jobs:
             await self._weights.look_for_job(f"{request.tenant}.{request.job}")
         if job not in self._weights.jobs:
@@ -160,20 +174,13 @@ class Requests:
                 code="unknown-job",
             )
         check_request(request, self._limits)
-        waiter = Waiter(key, job, request)
         if request.params.stop:  # reads the tokenizer, the first time
             await asyncio.to_thread(self._engine.check, call_of(waiter, 0))
         else:
             self._engine.check(call_of(waiter, 0))
-        if request.request in self._cancelled:
-            del self._cancelled[request.request]
+        if in_hand.cancelled or request.request in self._cancelled:
+            self._cancelled.pop(request.request, None)
             raise _cancelled()
-        self.line.offer(waiter)
-        future: asyncio.Future[SampleResult] = asyncio.get_running_loop().create_future()
-        in_hand = InHand(waiter, future, deliveries, time.monotonic())
-        self.in_hand[key] = in_hand
-        self._wake.set()
-        return in_hand
 
     # --- cancellation --------------------------------------------------------------------------------------------
 

@@ -24,6 +24,8 @@ from openrl_common.weights import WeightsManifest
 FREE_SLOTS_MAX = 4
 _CONFIG_FILE = "adapter_config.json"
 _TENSOR_FILE = "adapter_model.safetensors"
+_NEVER_TAKEN_OUT = ("modules_to_save", "trainable_token_indices")
+"""What peft puts around whole modules for these stays when the adapter goes, and refuses every later one."""
 _IRRELEVANT_SETTINGS = {"base_model_name_or_path", "revision", "peft_version", "inference_mode"}
 
 
@@ -100,9 +102,12 @@ class Adapters:
                 raise Rejected(f"adapter {directory} lists no {file}", code="weights-manifest")
         try:
             config = LoraConfig.from_pretrained(str(directory))
+            rank = max([int(config.r), *map(int, config.rank_pattern.values())])
         except Exception as error:  # whatever peft raises on a file that is no LoRA configuration
             raise Rejected(f"{directory / _CONFIG_FILE} is not usable: {error}", code="weights-manifest") from error
-        rank = max([config.r, *config.rank_pattern.values()])
+        for setting in _NEVER_TAKEN_OUT:
+            if getattr(config, setting, None):
+                raise Rejected(f"adapter {directory} has {setting}: only LoRA layers are served", code="weights-shape")
         if self._max_rank and rank > self._max_rank:
             raise Rejected(
                 f"adapter {directory} has rank {rank}, this runtime holds at most {self._max_rank}",

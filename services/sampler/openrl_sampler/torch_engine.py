@@ -79,8 +79,10 @@ class TorchEngine(Calls):
 
     def add(self, call: GenerateCall) -> None:
         owner = self._open(call, self._resident.eos, self._resident.tokenizer.decode, [])
-        most = self._options.max_num_seqs
-        for index in range(len(call.prompts)):
+        for index, prompt in enumerate(call.prompts):
+            # As many samples of one prompt as may run together, their keys and values included (V4).
+            fit = self._resident.kv_tokens_max // (len(prompt) + call.params.max_tokens)
+            most = max(1, min(self._options.max_num_seqs, fit))
             for first in range(0, call.params.n, most):
                 self._pending.append(Pending(owner, index, first, min(most, call.params.n - first)))
 

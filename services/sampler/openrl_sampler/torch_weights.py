@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from openrl_common.errors import Rejected
-from openrl_sampler.streamed import Plan, make_plan, write
+from openrl_sampler.streamed import NotStreamable, Plan, make_plan, write
 from openrl_sampler.weights_layers import Layer
 
 
@@ -93,10 +93,20 @@ def plan_update(model: Any, layers: list[Layer]) -> Plan | Loaded:
     def load(weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
             _check_shape(directory, name, tuple(tensor.shape), tuple(resident[name].shape))
+            if tensor.is_floating_point() != resident[name].is_floating_point():
+                raise Rejected(
+                    f"weights {directory}: tensor {name!r} is {tensor.dtype}, the model's is {resident[name].dtype}",
+                    code="weights-shape",
+                )
             if name in chosen:
                 resident[name].copy_(tensor)
 
-    return make_plan(load, shapes)
+    try:
+        return make_plan(load, shapes)
+    except NotStreamable as error:
+        raise Rejected(
+            f"weights {directory} cannot be written into the model: {error}", code="weights-shape"
+        ) from error
 
 
 def write_update(planned: Plan | Loaded, layers: list[Layer], *, chunk_bytes: int, meter: Meter) -> float:

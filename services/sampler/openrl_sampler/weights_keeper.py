@@ -68,7 +68,9 @@ class WeightsKeeper:
         self._announcements: asyncio.Queue[Announcement | None] = asyncio.Queue(_ANNOUNCEMENTS_MAX)
         self._mirrors: list[Mirror[Any]] = []
         self._looking: dict[str, asyncio.Task[None]] = {}
-        self._sound: dict[str, int] = {}
+        self._sound: dict[str, WeightsRecord] = {}
+        """Looked through, not applied yet. A newer version does not take it away before it is sound itself: where
+        versions come faster than they can be looked through, none would ever be applied."""
         self.blocked: set[str] = set()
         """Job keys whose update waits for running calls that insist on the present version."""
 
@@ -142,13 +144,11 @@ class WeightsKeeper:
         Returns:
             Whether ``apply_due`` would touch the device now.
         """
-        touches = self._lora and bool(self._served - self._attached.keys)
         for key, record in self._due().items():
-            if self._sound.get(key) == record.version:
-                touches = touches or not self._engine.pinned(key)
-            elif key not in self._looking:
+            if self._sound.get(key) != record and key not in self._looking:
                 self._looking[key] = asyncio.create_task(self._look_through(key, record))
-        return touches
+        left = self._lora and bool(self._served - self._attached.keys)
+        return left or any(not self._engine.pinned(key) for key in self._sound if key in self._attached.keys)
 
     async def looked_ahead(self) -> None:
         """Whatever is due now has been looked through."""
@@ -164,7 +164,7 @@ class WeightsKeeper:
             log.exception("weights cannot be looked through job=%s version=%d", key, record.version)
             self._reject(key, record, Rejected(f"{type(error).__name__}: {error}", code="weights-manifest"))
         else:
-            self._sound[key] = record.version
+            self._sound[key] = record
         finally:
             del self._looking[key]
             self._wake.set()
@@ -179,22 +179,20 @@ class WeightsKeeper:
             self._failures.pop(gone, None)
             self._sound.pop(gone, None)
         self.blocked.clear()
-        for key, record in self._due().items():
-            if self._sound.get(key) != record.version:
-                continue
+        for key in list(self._sound):
             if engine.pinned(key):
                 self.blocked.add(key)
             else:
-                await self._apply(key, record)
+                await self._apply(key, self._sound.pop(key))
 
     async def _apply(self, key: str, record: WeightsRecord) -> None:
-        del self._sound[key]
         try:
             applied = await self._in_thread(lambda: apply(self._engine, key, record))
         except Rejected as error:
             self._reject(key, record, error)
             return
-        self._failures.pop(key, None)
+        if key in self._failures and self._failures[key].version <= record.version:
+            del self._failures[key]
         self._metrics.count_update(applied)
         log.info(
             "weights applied job=%s version=%d format=%s seconds=%.3f peak_extra_bytes=%d touched_share=%.4f",

@@ -127,3 +127,19 @@ def test_v5_base_of_a_lora_runtime_serves_version_0(
     full = generate(new_engine(), PROMPTS, max_tokens=8)
     assert [g[0].tokens for g in lora.sequences] == [g[0].tokens for g in full.sequences]
     assert lora.sequences[0][0].versions[0] == 0
+
+
+def test_v4_samples_of_one_prompt_run_together_only_as_far_as_their_keys_and_values_fit(
+    new_engine: Callable[..., Any],
+) -> None:
+    """What does not fit ran all the same: on a GPU one request, within every limit, ended the process, twice."""
+    engine = new_engine()
+    engine._resident.kv_tokens_max = 100
+    params = SamplingParams(n=7, max_tokens=30)
+    engine.add(GenerateCall(request="r", job="t.j.1", prompts=[[5, 9, 13], [44, 3]], params=params, seed=7))
+    most, ended = 0, []
+    while engine.num_sequences:
+        ended += engine.step()
+        most = max([most, *(len(batch.rows) * batch.final_len for batch in engine._batches.values())])
+    assert 0 < most <= 100
+    assert [len(group) for group in ended[0].sequences] == [7, 7]

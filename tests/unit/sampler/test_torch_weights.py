@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from sampler_support import flip_a_byte, remove, truncate
+from sampler_support import flip_a_byte, new_record, remove, truncate
 
 from openrl_common.errors import Bug, Rejected
 from openrl_common.records import JobKind
@@ -180,3 +181,43 @@ def test_v9_an_adapter_that_does_not_fit_leaves_the_served_one(
         apply(engine, record)
     assert engine.version("t.j.1") == 1
     assert _tokens(generate(engine, PROMPTS, max_tokens=8)) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.int64], ids=str)
+def test_v8_a_version_of_types_that_no_model_is_made_of_is_rejected_and_changes_nothing(
+    dtype: torch.dtype, new_engine: Callable[..., Any], save_full: Callable[..., Any], apply: Callable[..., Any]
+) -> None:
+    """One that raised anything else ended the process, and every one after it: the version is still the newest."""
+    engine = new_engine()
+    before = _state(engine)
+    directory = Path(save_full(1).manifest).parent
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(dtype)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "manifest.json").unlink()
+    record = new_record(directory, weights_format="full", job="j", version=1, incarnation=1)
+    with pytest.raises(Rejected, match=r"model\.norm\.weight") as caught:
+        apply(engine, record)
+    assert caught.value.code == "weights-shape"
+    assert _same(_state(engine), before)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"rank_pattern": None}, {"r": None}, {"r": [4]}, {"modules_to_save": ["norm"]}, {"use_dora": True}],
+    ids=str,
+)
+def test_v9_an_adapter_with_odd_settings_is_rejected_and_the_next_one_of_any_job_is_served(
+    odd: dict[str, Any], new_engine: Callable[..., Any], save_lora: Callable[..., Any], apply: Callable[..., Any],
+    generate: Callable[..., Any],
+) -> None:  # fmt: skip
+    engine = new_engine(kind=JobKind.LORA, max_rank=8)
+    directory = Path(save_lora(1).manifest).parent
+    settings = json.loads((directory / "adapter_config.json").read_text())
+    (directory / "adapter_config.json").write_text(json.dumps(settings | odd))
+    (directory / "manifest.json").unlink()
+    with pytest.raises(Rejected):
+        apply(engine, new_record(directory, weights_format="lora", job="j", version=1, incarnation=1))
+    generate(engine, PROMPTS, job="t.other.1", max_tokens=2)
+    apply(engine, save_lora(2, job="other"))
+    assert generate(engine, PROMPTS, job="t.other.1", max_tokens=2).sequences[0][0].versions == [2, 2]
