@@ -94,7 +94,13 @@ class Group:
         return base
 
     def send(self, command: Command) -> None:
-        body = _ENCODER.encode(command)
+        """Raises Rejected (``bad-request``) when it cannot be told: nobody has heard of it then."""
+        try:
+            body = _ENCODER.encode(command)
+        except OverflowError as error:
+            raise Rejected(
+                f"the request is not usable: a number in it is too large ({error})", code="bad-request"
+            ) from error
         for connection, _ in self._others:
             connection.send_bytes(body)
 

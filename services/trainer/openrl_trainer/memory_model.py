@@ -115,9 +115,10 @@ def memory_model(
     sharding = base.sharding
     ranks = 1 if sharding is None else sharding.count
     sizes = [(-(-tensor.numel() // ranks), tensor.element_size()) for tensor in trained.values()]
+    trained_bytes = sum(count * size for count, size in sizes)
     return MemoryModel(
-        weights_bytes=-(-base.parameter_bytes // ranks),
-        gradient_bytes=sum(count * size for count, size in sizes),
+        weights_bytes=-(-base.parameter_bytes // ranks) + (trained_bytes if adapter else 0),
+        gradient_bytes=trained_bytes,
         # two moments in the parameter's type, or with masters these and the master in float32
         optimizer_bytes=sum(count * (12 if float32_masters and size < 4 else 2 * size) for count, size in sizes),
         largest_gradient_bytes=max((count * size for count, size in sizes), default=0),

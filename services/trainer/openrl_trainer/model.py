@@ -87,6 +87,8 @@ class BaseModel:
         model: the transformers model (peft changes its layers in place, the object stays).
         length_max: tokens of the longest sequence it takes.
         vocabulary: number of token ids it knows.
+        parameter_bytes: of the model alone, whatever adapters are on it: what follows from it must not depend on which
+            jobs came first (R5).
         caps_logits: the head ends with a soft cap, which takes two more copies of a chunk's logits.
         split_head: False when decoder and head apart do not give the model's own logits (it does something to them
             that ``head`` does not know); log-probabilities then come from whole logits.
@@ -122,6 +124,7 @@ class BaseModel:
         self.vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
         known = int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0) or 0)
         self.length_max = min(length_max or known or 1 << 30, known or 1 << 30)
+        self.parameter_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.model.parameters())
         self.linear_names = _linear_names(self.model)
         self._peft: peft.PeftModel | None = None
         self._active = ""
@@ -185,10 +188,6 @@ class BaseModel:
         """Every parameter and buffer, adapters included."""
         yield from self.model.parameters()
         yield from self.model.buffers()
-
-    @property
-    def parameter_bytes(self) -> int:
-        return sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
 
     # --- adapters -----------------------------------------------------------------------------------------------
 

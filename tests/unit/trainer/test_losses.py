@@ -173,6 +173,7 @@ def test_chunks_change_neither_value_nor_gradient_R3() -> None:
         ("dro", {"kl": 0.1}, 1.0, "bad-loss-config"),
         ("dro", {"beta": float("inf")}, 1.0, "bad-loss-config"),
         ("custom", {"beta": 0.1}, 1.0, "bad-loss-config"),
+        ("cispo", {"clip_high": 1e39}, 1.0, "bad-loss-config"),
         ("ppo", {}, 0.0, "bad-normalizer"),
         ("ppo", {}, float("nan"), "bad-normalizer"),
     ],
@@ -183,3 +184,19 @@ def test_unknown_losses_options_and_normalizers_are_refused_R6(
     with pytest.raises(Rejected) as caught:
         check_loss(loss, options, normalizer)
     assert caught.value.code == code
+
+
+@pytest.mark.parametrize("loss", sorted(LOSS_OPTIONS))
+def test_every_option_at_the_edges_of_what_is_allowed_can_be_run_R6_R8(loss: str) -> None:
+    """One that torch refuses in the middle of a pass ends a group of several ranks, and again at every replay."""
+    tokens = torch.full((3,), -1.0, requires_grad=True)
+    for name in LOSS_OPTIONS[loss]:
+        for value in (0.0, 5e-324, 1.0, 1e9):
+            try:
+                options = check_loss(loss, {name: value}, 1.0)
+            except Rejected:
+                assert (name, value) == ("clip_low", 1e9)
+                continue
+            total, _ = token_loss(loss, options, tokens, torch.ones(3), torch.full((3,), -1.1), torch.ones(3))
+            assert total.isfinite(), (name, value)
+            total.backward()

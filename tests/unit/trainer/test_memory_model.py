@@ -15,8 +15,9 @@ from torch import Tensor
 from openrl_common.records import LoraSpec
 from openrl_common.wire import Datum, Forward
 from openrl_trainer.checkpoints import checkpoint_directory
-from openrl_trainer.engine import TrainEngine
+from openrl_trainer.engine import EngineSettings, JobSettings, TrainEngine
 from openrl_trainer.memory_model import MemoryModel, is_out_of_memory, memory_model
+from openrl_trainer.model import BaseModel
 from openrl_trainer.packing import TOKEN_BUDGET_MAX, TOKEN_BUDGET_MIN
 from openrl_trainer.shortage import found
 from unit.trainer.conftest import learn, random_data, step
@@ -185,3 +186,17 @@ def test_errors_that_are_not_about_memory_are_not_taken_for_it_R2() -> None:
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."))
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
+
+
+def test_the_budget_of_a_job_is_the_same_whoever_came_to_its_base_before_R2_R5(
+    new_base: Callable[..., BaseModel], tmp_path: Path
+) -> None:
+    """A trainer that is started again makes its jobs in another order, or without those that are over."""
+
+    def budgets(*jobs: str) -> dict[str, int]:
+        base, settings = new_base(frozen=True), EngineSettings(home=tmp_path, device_bytes=20 << 20)
+        made = [JobSettings(tenant="t", job=job, incarnation=1, lora=LoraSpec(rank=16)) for job in jobs]
+        return {job.job: TrainEngine(base, job, settings).token_budget for job in made}
+
+    assert TOKEN_BUDGET_MIN < budgets("a")["a"] < TOKEN_BUDGET_MAX
+    assert budgets("a", "b") == budgets("b", "a") == {**budgets("a"), **budgets("b")}
