@@ -475,6 +475,20 @@ def test_L6_a_seat_that_never_started_is_released_although_its_launcher_says_not
     assert world.seats()["w2"].state is SeatState.RELEASING
 
 
+def test_L6_L7_a_repair_that_an_old_copy_of_a_seat_asks_for_fences_nobody(world: World) -> None:
+    """A rebuilt bucket may hold again what the mirror still shows as releasing."""
+    first = founded(world, "w1")
+    held = world.seats()["w1"]
+    world.handle(release("w1", first.assignment))
+    (leftover,) = world.sightings()
+    assert leftover.kind == "unstarted-seat"
+    world.put(Table.SEATS, "w1", held)
+    world.put(Table.LEASES, first.assignment, LeaseRecord(state=LeaseState.LIVE))
+    world.finish(Handler(None, janitor.repair(leftover, "t", held.incarnation)))
+    assert world.tables[Table.LEASES][first.assignment].value.state is LeaseState.LIVE
+    assert world.seats()["w1"] == held
+
+
 def test_L6_a_retiring_claim_is_its_launchers_to_free_and_no_leftover(world: World) -> None:
     """L6: the janitor asks again, it frees nothing."""
     first = founded(world, "w1")

@@ -90,11 +90,13 @@ def retiring(claims: Mapping[str, ClaimRecord]) -> dict[str, str]:
 
 
 def repair(leftover: Leftover, tenant: str, incarnation: int) -> Steps[None]:
-    """Repair one leftover that was seen twice. ``tenant``, ``incarnation``: of the workload's seat."""
+    """Repair one leftover that was seen twice. ``tenant``, ``incarnation``: of the workload's seat.
+
+    The snapshots come from mirrors and may lag: each repair looks once more before anything is fenced or freed.
+    """
     if leftover.kind == "reservation":
         yield from releasing.clean(leftover.workload, leftover.assignment, leftover.claim)
     elif leftover.kind == "unlisted-seat":
-        # The snapshot may lag behind (it comes from mirrors): look once more before anything is fenced.
         seat, _ = yield from read_seat(leftover.workload)
         claim, _ = yield from read_claim(leftover.claim)
         listed = claim is not None and leftover.assignment in claim.entries
@@ -105,6 +107,9 @@ def repair(leftover: Leftover, tenant: str, incarnation: int) -> Steps[None]:
     elif leftover.kind == "fenced-seat":
         yield from releasing.request_release(leftover.workload, tenant, incarnation, leftover.assignment, close=False)
     elif leftover.kind == "unstarted-seat":
+        seat, _ = yield from read_seat(leftover.workload)
+        if seat.state is not SeatState.RELEASING or not names(seat, leftover.assignment, leftover.claim):
+            return
         if (yield from releasing.fence(leftover.assignment, "released before it started")) == "none":
             yield from releasing.finish(leftover.workload, tenant, leftover.assignment, leftover.claim)
     elif leftover.kind == "node-entry":
