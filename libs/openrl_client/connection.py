@@ -172,11 +172,11 @@ class Client:
         """Drive a job that was submitted before; its training log goes on at the next free number (C2).
 
         Raises:
-            Rejected: ``unknown-job``: no such job, or (with ``submission``) another one has its name by now.
+            Rejected: ``bad-name``, or ``unknown-job``: no such job, or (with ``submission``) another one has its name now.
         """
         from openrl_client.job import Job
 
-        entry = await self.bus.store.jobs.get(f"{self.tenant}.{name}")
+        entry = await self.bus.store.jobs.get(f"{self.tenant}.{check_job(name)}")  # not a wildcard, nor empty
         if entry is None or (submission is not None and entry.value.submission != submission):
             raise Rejected(
                 f"job {name!r} of tenant {self.tenant!r} is not known: see `openrl get jobs`", code="unknown-job"
@@ -190,9 +190,9 @@ class Client:
         """Ask for the end of a job by name. Its record shows when that is done (``Job.wait_ended``).
 
         Raises:
-            Rejected: ``unknown-job``, or ``ended`` when it is over already.
+            Rejected: ``unknown-job``, ``bad-name``, or ``ended`` when it is over already.
         """
-        entry = await self.bus.store.jobs.get(f"{self.tenant}.{name}")
+        entry = await self.bus.store.jobs.get(f"{self.tenant}.{check_job(name)}")
         if entry is None:
             raise Rejected(
                 f"job {name!r} of tenant {self.tenant!r} is not known: see `openrl get jobs`", code="unknown-job"

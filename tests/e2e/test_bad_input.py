@@ -151,6 +151,14 @@ def test_without_a_system_every_command_is_unreachable(tmp_path: Path) -> None:
         assert "openrl up" in one_line(done.stderr)
 
 
+@pytest.mark.parametrize("service", ["nats", "supervisor"])
+def test_what_is_no_workload_has_a_log_too(home: Path, service: str) -> None:
+    """Doctor sends people there."""
+    done = openrl(home, "logs", service)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout or service == "supervisor"
+
+
 def test_every_unknown_job_is_named(home: Path) -> None:
     """One that cannot be cancelled keeps no other from it."""
     done = openrl(home, "cancel", "nobody", "nothing")

@@ -15,9 +15,9 @@ import msgspec
 from openrl_client.cli.common import Where, clock, connection, machine_readable, run_async, table
 from openrl_client.cli.pod_logs import kubectl_logs, show
 from openrl_client.errors import OpenRLError, Rejected
-from openrl_common.names import short_workload
+from openrl_common.names import check_job, short_workload
 
-SERVICES = ("placement", "ledger", "launcher", "nats")
+SERVICES = ("placement", "ledger", "launcher", "nats", "supervisor")
 POLL_INTERVAL_S = 0.2
 REQUEUED = ("OPENRL_EVENTS", "OPENRL_SAMPLE")
 """Streams in which a message may come once more. Not the training log: its order is what is trained (R4)."""
@@ -34,7 +34,8 @@ _HIDDEN = frozenset({"type", "tenant", "job", "workload", "submission", "spec", 
 @click.option("-n", "--lines", type=click.IntRange(0), default=200, show_default=True, help="Last lines first.")
 @connection
 def logs(where: Where, workload: str, follow: bool, lines: int) -> None:
-    """Print the log of WORKLOAD (<job>/trainer, <job>/sampler, a full id) or of a service (placement, ledger …).
+    """Print the log of WORKLOAD (<job>/trainer, <job>/sampler, a full id) or of a service: placement, ledger, launcher,
+    nats, supervisor.
 
     A worker on a Kubernetes cluster: its pod's log, through kubectl.
     """
@@ -46,7 +47,8 @@ def logs(where: Where, workload: str, follow: bool, lines: int) -> None:
 async def _logs(where: Where, workload: str, follow: bool, num_lines: int) -> list[str] | None:
     """Print the newest file; without one, the command that shows a pod's log."""
     pattern = await _log_pattern(where, workload)
-    path = newest(where.home / "logs", pattern)
+    directory = where.home / ("nats" if workload == "nats" else "logs")
+    path = newest(directory, pattern)
     if path is None:
         with contextlib.suppress(OpenRLError, TimeoutError):
             async with asyncio.timeout(5), where.connect() as client:
@@ -55,7 +57,7 @@ async def _logs(where: Where, workload: str, follow: bool, num_lines: int) -> li
                 if command := kubectl_logs(workers, full, follow=follow, num_lines=num_lines):
                     return command
         raise Rejected(
-            f"no log of {workload!r} in {where.home / 'logs'}: it has not started yet, or the log is on its node "
+            f"no log of {workload!r} in {directory}: it has not started yet, or the log is on its node "
             "(`openrl get workloads -o wide`)",
             code="unknown",
         )
@@ -67,7 +69,7 @@ async def _logs(where: Where, workload: str, follow: bool, num_lines: int) -> li
                 if line := file.readline():
                     click.echo(line, nl=False)
                     continue
-                if (later := newest(where.home / "logs", pattern)) not in (None, path):
+                if (later := newest(directory, pattern)) not in (None, path):
                     break
                 await asyncio.sleep(POLL_INTERVAL_S)
         if not follow or later is None:
@@ -87,6 +89,7 @@ async def _log_pattern(where: Where, workload: str) -> str:
         raise click.UsageError(
             f"{workload!r} is not a workload: write <job>/trainer, <job>/sampler or a service's name"
         )
+    check_job(job)
     with contextlib.suppress(OpenRLError):
         async with asyncio.timeout(5), where.connect() as client:
             entry = await client.bus.store.jobs.get(f"{where.tenant}.{job}")

@@ -164,6 +164,15 @@ async def test_refused_job_raises_placements_code(client: Client) -> None:
     assert caught.value.code == "impossible"
 
 
+@pytest.mark.parametrize("name", ["", "*", ">", "a b", "a.b", "x" * 300])
+async def test_a_name_that_no_job_can_have_is_refused_whatever_nats_makes_of_it(client: Client, name: str) -> None:
+    """C5: a wildcard found some job, an empty name was never answered, a blank broke the connection's protocol."""
+    await client.submit(SPEC)
+    for ask in (client.attach, client.cancel):
+        with pytest.raises(Rejected, match=r"job name .* is not usable"):
+            await ask(name)
+
+
 async def test_waiting_for_a_job_that_was_refused_says_why(client: Client, far_side: Bus) -> None:
     """C5: exit code 3, not 5: it has no workload that could be read."""
     job = await client.submit(SPEC)
