@@ -172,7 +172,7 @@ class Client:
         """Drive a job that was submitted before; its training log goes on at the next free number (C2).
 
         Raises:
-            Rejected: ``bad-name``, or ``unknown-job``: no such job, or (with ``submission``) another one has its name now.
+            Rejected: ``bad-name``; ``unknown-job``: no such job, or (with ``submission``) another one has its name.
         """
         from openrl_client.job import Job
 
