@@ -146,14 +146,16 @@ def answered(record: JobRecord, submission: str) -> bool:
 
 def _refuse_name(state: State, record: JobRecord, event: JobSubmitted, fx: Effects) -> None:
     """The name is in use. Remembered with the job that uses it: told once that it failed, it must never run."""
-    what = "is still finishing: submit again in a moment" if record.phase is JobPhase.FINISHING else "is running"
+    what = f"is running: choose another name, or end it with `openrl cancel {event.job}`"
+    if record.phase is JobPhase.FINISHING:
+        what = "is still finishing: submit again in a moment"
     if record.phase.ended:
         what = "was submitted again later, and that one has run"
     if event.submission not in record.refused:
         refused = (*record.refused, event.submission)[-ANSWERED_MAX:]
         state.put_job(msgspec.structs.replace(record, refused=refused))
     fx.jobs[job_key(record)] = None
-    fx.events.append(_refusal(event, "duplicate-name", f"job {event.job!r} {what}; a name is used once at a time"))
+    fx.events.append(_refusal(event, "duplicate-name", f"job {event.job!r} {what}"))
 
 
 def _put_new(state: State, record: JobRecord) -> None:
