@@ -53,6 +53,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 _TRY_S = 2.0
 _SERVE_CONCURRENCY = 32
+_PAYLOAD_S = 120.0
 _TAIL_BATCH = 64
 _DRAIN_S = 5.0
 _INTERRUPTIONS: tuple[type[Exception], ...] = (Lost, *JETSTREAM_FAULTS)
@@ -298,7 +299,11 @@ class Bus:
         """
         try:
             store = await self.jetstream.object_store(streams.PAYLOADS)
-            body = (await store.get(reference.object_name)).data or b""
+            info = await store.get_info(reference.object_name)
+            if info.size:  # the library waits for ever for parts that are gone: they are older, and expire before it
+                await self.jetstream.get_last_msg(f"OBJ_{streams.PAYLOADS}", f"$O.{streams.PAYLOADS}.C.{info.nuid}")
+            async with asyncio.timeout(_PAYLOAD_S):
+                body = (await store.get(reference.object_name)).data or b""
         except nats.js.errors.NotFoundError as error:
             raise Rejected(
                 f"payload {reference.object_name} is not in the store: send it again", code="payload-lost"

@@ -325,6 +325,17 @@ async def test_a_large_payload_travels_by_reference_and_is_verified(bus: Bus) ->
         await bus.get_payload(msgspec.structs.replace(reference, object_name="nothing"))
 
 
+async def test_a_payload_whose_parts_are_gone_is_lost_and_not_waited_for_E16_R7(bus: Bus) -> None:
+    """They are stored before what lists them, and expire before it; the client library waits for them for ever."""
+    name, digest = await bus.put_payload(b"x" * 300_000)
+    await bus.jetstream.purge_stream(f"OBJ_{streams.PAYLOADS}", subject=f"$O.{streams.PAYLOADS}.C.>")
+    reference = PayloadRef(seq=1, incarnation=1, object_name=name, digest=digest, size_bytes=300_000)
+    async with asyncio.timeout(10):
+        with pytest.raises(Rejected, match="not in the store") as caught:
+            await bus.get_payload(reference)
+    assert caught.value.code == "payload-lost"
+
+
 async def test_connecting_to_nobody_says_what_to_do_within_the_deadline() -> None:
     with pytest.raises(Unreachable, match="openrl up"):
         await Bus.connect("nats://127.0.0.1:9", name="test", deadline_s=0.5)

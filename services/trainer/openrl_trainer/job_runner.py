@@ -251,9 +251,15 @@ class JobRunner:
             await self._wait_for_writes(request)
             outcome = await self._run_engine(request, stored)
         except Rejected as error:
-            if error.code == "state-lost":
-                self._broken = ErrorInfo(code=error.code, message=str(error))
-            request, outcome = None, _failed(envelope.seq, error.code, str(error))
+            code, message = error.code, str(error)
+            if request is None and stored is not None and stored.error is None and stored.logprobs is None:
+                code = "state-lost"  # going on without it would be another training
+                message = (
+                    f"entry {envelope.seq} was applied before and cannot be read now ({error}): submit the job again"
+                )
+            if code == "state-lost":
+                self._broken = ErrorInfo(code=code, message=message)
+            request, outcome = None, _failed(envelope.seq, code, message)
         if isinstance(request, OptimStep):
             self._checkpointer.steps += 1
         if stored is not None:

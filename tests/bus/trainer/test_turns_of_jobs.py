@@ -7,6 +7,7 @@ import re
 import urllib.request
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -19,6 +20,7 @@ from openrl_common.wire import (
     ForwardBackward,
     ListStates,
     OptimStep,
+    PayloadRef,
     SaveState,
     SaveWeights,
 )
@@ -175,6 +177,32 @@ async def test_a_state_that_is_lost_is_told_to_every_asker_and_never_guessed_R5_
     assert stored is not None
     assert stored.value == lost
     assert await asyncio.to_thread(psutil.pid_exists, trainers.pid), "other jobs of a runtime go on"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+async def test_a_log_whose_payloads_are_gone_is_not_replayed_without_them_R5_R7(
+    world: World, trainers: Trainers
+) -> None:
+    """The entry that could not be read was left out, and the training went on from other weights without a word."""
+    workload = await world.workload(JobKind.FFT, "tune")
+    await world.job("tune", JobKind.FFT, workload)
+    await trainers.begin(workload)
+    learn = [ForwardBackward(seq=seq, incarnation=7, data=data(seq), loss="cross_entropy") for seq in (1, 2)]
+    name, digest = await world.bus.put_payload(msgspec.json.encode(learn[1]))
+    reference = PayloadRef(seq=2, incarnation=7, object_name=name, digest=digest, size_bytes=1)
+    step = OptimStep(seq=3, incarnation=7, adam=AdamParams(learning_rate=1e-2))
+    for request in (learn[0], reference, step):
+        assert (await world.ask("tune", request)).error is None
+    await trainers.kill()
+    await world.bus.delete_payload(name)
+    await trainers.begin(workload)
+    lost = await world.ask("tune", forward(4))
+    while lost.seq != 4:
+        lost = await world.answer()
+    assert lost.error is not None
+    assert lost.error.code == "state-lost"
+    assert "entry 2" in lost.error.message
 
 
 @pytest.mark.timeout(240)
