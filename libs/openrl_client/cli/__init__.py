@@ -115,6 +115,8 @@ def run(arguments: list[str] | None = None) -> int:
         cause = first_cause(error)
         if not isinstance(cause, OpenRLError | OSError):
             raise
+        if isinstance(cause, OSError) and cause.filename and cause.strerror:
+            return fail(f"{cause.filename}: {cause.strerror}", exit_code(cause))
         return fail(str(cause), exit_code(cause))
 
 

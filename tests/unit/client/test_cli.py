@@ -74,6 +74,7 @@ def test_exit_code_says_what_kind_of_failure_it_was(error: BaseException, code: 
         (["run", "sft", "--task", "letters:sort", "--alpha", "inf"], 2, "'inf' is not a finite number above 0"),
         (["run", "sft", "--task", "letters:sort", "--batch", "1000000000"], 2, "1000000000 is not in the range"),
         (["no-such-command"], 2, "no-such-command"),
+        (["bench", "bus", "--store", "/proc/none"], 1, "openrl: /proc/none: "),
         (["events", "--no-follow"], 2, "say --all or --job with it"),
     ],
 )
