@@ -87,6 +87,8 @@ class Bus:
         self.jetstream = connection.jetstream(timeout=_TRY_S)
         self.store = Store(self)
         self.stopping = asyncio.Event()
+        self.failed = asyncio.Event()
+        """Something in the background has ended for good, a mirror for one: what it knew grows old from now on."""
         self.reconnects = 0
         self._pullers: weakref.WeakSet[Puller] = weakref.WeakSet()
         self._subscriptions: list[Any] = []
@@ -146,6 +148,16 @@ class Bus:
     @property
     def connected(self) -> bool:
         return bool(self._connection.is_connected)
+
+    def watch(self, task: asyncio.Task[None]) -> None:
+        """Say so, and set ``failed``, when a task of the background ends with an error."""
+        task.add_done_callback(self._on_end)
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self.stopping.is_set():
+            log.error("%s has ended", task.get_name(), exc_info=error)
+            self.failed.set()
 
     def _on_reconnect(self) -> None:
         self.reconnects += 1

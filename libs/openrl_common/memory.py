@@ -113,6 +113,7 @@ class MemoryBus(Bus):
         self.jetstream = _JetStream(self)  # type: ignore[assignment]
         self.store = MemoryStore(self)
         self.stopping = asyncio.Event()
+        self.failed = asyncio.Event()
         self.reconnects = 0
         self.failures: list[tuple[Delivery, BaseException]] = []
         self._pullers = weakref.WeakSet()

@@ -142,7 +142,11 @@ async def _serve(service: str, config: ServiceSettings, body: Body) -> int:
 
 
 async def _run_body(context: ServiceContext, body: Body) -> None:
-    """Run the body; on ``stopping`` give it ``_DRAIN_S`` to end by itself, then cancel it."""
+    """Run the body; on ``stopping`` give it ``_DRAIN_S`` to end by itself, then cancel it.
+
+    Raises Bug when the bus has failed meanwhile: the service goes on from the store in its next life, not from a view
+    that nobody keeps up to date.
+    """
 
     async def relay() -> None:
         await context.stopping.wait()
@@ -151,7 +155,12 @@ async def _run_body(context: ServiceContext, body: Body) -> None:
     relaying = asyncio.create_task(relay())
     task = asyncio.ensure_future(body(context))
     try:
-        await _first(task, context.stopping)
+        await _first(task, context.stopping, context.bus.failed)
+        if context.bus.failed.is_set() and not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            raise Bug("something that the service lives by has ended, the log says what")
         if not task.done():
             context.bus.stopping.set()
             await asyncio.wait({task}, timeout=_DRAIN_S)
@@ -175,12 +184,13 @@ def _root(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return error
 
 
-async def _first(task: asyncio.Future[Any], event: asyncio.Event) -> None:
-    waiting = asyncio.create_task(event.wait())
+async def _first(task: asyncio.Future[Any], *events: asyncio.Event) -> None:
+    waiting = [asyncio.create_task(event.wait()) for event in events]
     try:
-        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, *waiting}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        waiting.cancel()
+        for each in waiting:
+            each.cancel()
 
 
 async def until_stopped(stopping: asyncio.Event, *parts: Coroutine[Any, Any, None]) -> None:

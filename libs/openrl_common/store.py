@@ -179,6 +179,7 @@ class Bucket(Generic[T]):
         if not mirror._synced.is_set():
             await mirror.close()
             raise Unreachable(f"bucket {self._name} cannot be read: NATS does not answer")
+        self._bus.watch(mirror._task)
         return mirror
 
     async def written_before(self, moment: float, num_max: int) -> Sequence[Old[T]]:

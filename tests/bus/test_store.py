@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from openrl_common import streams
 from openrl_common.bus import Bus
-from openrl_common.errors import Conflict, Poison
+from openrl_common.errors import Bug, Conflict, Poison
 from openrl_common.nats_server import NatsServer
 from openrl_common.records import LeaseRecord, LeaseState
+from openrl_common.service import ServiceContext, _run_body
+from openrl_common.store import Entry
 from support import until
 
 LIVE = LeaseRecord(state=LeaseState.LIVE)
@@ -135,3 +138,16 @@ async def test_a_write_during_an_outage_lands_once_and_returns_its_revision(nats
     assert entry is not None
     assert (entry.revision, entry.value.renewals) == (landed, 7)
     await bus.close()
+
+
+async def test_a_service_whose_mirror_has_ended_ends_too_and_lives_on_no_old_view(bus: Bus) -> None:
+    def on_change(key: str, entry: Entry[LeaseRecord] | None) -> None:
+        raise ValueError(f"not expected: {key}")
+
+    async def body(context: ServiceContext) -> None:
+        await context.bus.store.leases.mirror(on_change=on_change)
+        await context.bus.store.leases.write("a", LIVE, last=0)
+        await context.stopping.wait()
+
+    with pytest.raises(Bug, match="has ended"):
+        await _run_body(ServiceContext(bus, asyncio.Event(), CollectorRegistry(), {}, health_port=0), body)
