@@ -202,10 +202,11 @@ def rotate(log: Path) -> None:
 
 
 def last_line(log: Path) -> str:
+    """What a service said last, and where the rest is."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 4096))
             lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     except OSError:
         lines = []
-    return f"{lines[-1]} (see {log})" if lines else f"see {log}"
+    return f"{lines[-1].removeprefix('Error: ')} (see {log})" if lines else f"see {log}"

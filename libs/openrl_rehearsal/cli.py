@@ -124,6 +124,8 @@ def rehearse(
     click.echo(table(header(), table_rows(report)))
     click.echo()
     click.echo("\n".join(summary(report)))
+    if chart_path is not None:
+        click.echo(f"chart: {chart_path}")
     if figures:
         click.echo()
         click.echo(table(["FIGURE", "VALUE", "BASIS", "WHY"], figures_table(list(profile.figures()))))

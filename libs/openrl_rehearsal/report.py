@@ -238,7 +238,7 @@ def summary(report: Report) -> list[str]:
         f"{report.devices_used_peak} of {len(plan.devices)} devices used, most seats on a claim {report.seats_peak}, "
         f"{report.switches} switches of {report.switching_s:.0f} s in all; the last job ended at "
         f"{report.last_ended_s:.0f} s",
-        f"times from profile {report.profile}: {basis}",
+        f"times are seconds since kickoff, from profile {report.profile}: {basis}",
         f"rehearsed {report.virtual_s:.0f} s in {report.wall_s:.2f} s",
     ]
     if report.failed:

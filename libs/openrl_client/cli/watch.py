@@ -153,6 +153,8 @@ def event_line(subject: str, body: bytes, published_at: float) -> str:
         fields = msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.MsgspecError:
         return f"{stamp} {source:<9} {entity} {name} {fact} (not readable)"
+    if isinstance(beside := fields.get("beside"), dict):
+        fields["beside"] = short_workload(str(beside.get("workload", "")))  # a request like this one: whose is enough
     shown = " ".join(f"{key}={_short(value)}" for key, value in fields.items() if key not in _HIDDEN and key != entity)
     return f"{stamp} {source:<9} {entity} {short_workload(name)} {fact} {shown}".rstrip()
 
@@ -162,6 +164,8 @@ def _short(value: Any) -> str:
         text = "{" + ", ".join(f"{key}: {_short(item)}" for key, item in value.items() if key not in _HIDDEN) + "}"
     elif isinstance(value, list):
         text = ",".join(_short(item) for item in value) or "none"
+    elif isinstance(value, bool):
+        text = "yes" if value else "no"
     else:
         text = f"{value:.3g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 120 else text[:117] + "…"

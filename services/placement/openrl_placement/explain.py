@@ -184,7 +184,7 @@ def explain(state: State, query: ExplainQuery, now: float) -> ExplainAnswer:
         deadline_in_s=record.deadline - now if record.deadline is not None else None,
         candidates=rows,
         tiers=state.fleet.tiers(record.shape),
-        notes=_notes(state, record) + _idle_notes(state, record, rows, now),
+        notes=_job_notes(state, query, record) + _notes(state, record) + _idle_notes(state, record, rows, now),
     )
 
 
@@ -199,6 +199,16 @@ def _sentence(state: State, record: WorkloadRecord, now: float) -> str:
     failed = [job for job in (state.jobs.get(key) for key in record.jobs) if job is not None and job.reason]
     why = record.message or (failed[0].message if failed else "")
     return f"{name} is {record.phase}" + (f": {why}" if why else "")
+
+
+def _job_notes(state: State, query: ExplainQuery, record: WorkloadRecord) -> list[str]:
+    """A runtime outlives the jobs it served: who asks of such a job is told so (P12)."""
+    owner = query.workload.rpartition("/")[0]
+    key = f"{query.tenant or DEFAULT_TENANT}.{owner}"
+    job = state.jobs.get(key)
+    if job is None or key in record.jobs or record.tenant != SHARED:
+        return []
+    return [f"job {owner} is {job.phase}: this is the runtime that served it, which is kept for others"]
 
 
 def _notes(state: State, record: WorkloadRecord) -> list[str]:

@@ -268,7 +268,10 @@ def test_event_is_one_readable_line() -> None:
     assert "assignment=a1" in line
     assert "\n" not in line
     assert "not readable" in event_line(event.subject, b"\xff", 0.0)
-    nested = {"seen": True, "beside": {"workload": "w", "shape": {"role": "trainer"}, "owner": "o" * 500}}
+    other = {"workload": "default--demo--sampler", "shape": {"role": "sampler"}}
+    line = event_line(event.subject, msgspec.json.encode({"may_found": True, "beside": other}), 0.25)
+    assert line.endswith("booked may_found=yes beside=demo/sampler")
+    nested = {"seen": True, "parts": {"shape": {"role": "trainer"}, "owner": "o" * 500}}
     line = event_line(event.subject, msgspec.json.encode(nested), 0.25)
     assert len(line) < 250
     assert "shape" not in line

@@ -464,6 +464,19 @@ def test_W5_explain_says_of_a_refused_job_why_it_has_no_workload() -> None:
         explain.explain(it.state, ExplainQuery(workload="big/trainer"), it.now)
 
 
+def test_P12_explain_of_a_lora_job_that_has_ended_says_that_the_runtime_outlives_it() -> None:
+    it = Desk()
+    it.node(node(devices=2))
+    it.submit("lora", "lora", gib=60)
+    it.book_all()
+    it.ready_all()
+    query = ExplainQuery(workload="lora/trainer")
+    assert not any("job lora" in note for note in explain.explain(it.state, query, it.now).notes)
+    it.finish("lora")
+    notes = explain.explain(it.state, query, it.now).notes
+    assert notes[0] == "job lora is Finished: this is the runtime that served it, which is kept for others"
+
+
 def test_P12_explain_says_of_a_runtime_without_a_job_until_when_it_holds_what_is_waited_for() -> None:
     it = Desk(policy=Policy(lora_idle_s=600))
     it.node(node(devices=2))

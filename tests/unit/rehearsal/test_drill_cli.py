@@ -32,10 +32,11 @@ def test_json_has_every_job_with_its_timeline(capsys: pytest.CaptureFixture[str]
     assert {"imports", "load", "engine", "capture", "sample", "train", "apply"} <= names
 
 
-def test_a_picture_is_written(tmp_path: Path) -> None:
+def test_a_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """D2."""
     path = tmp_path / "drill.png"
     assert run([*DRILL, "--chart", str(path)]) == 0
+    assert capsys.readouterr().out.endswith(f"\nchart: {path}\n")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
