@@ -220,6 +220,26 @@ class JobRunner:
                 )
             case _:  # held: the missing entry brings it back
                 log.info("entry %d of job %s waits for entry %d", envelope.seq, self.name, self._order.expected)
+                if delivery.sequence >= self._replay_until and await self._is_torn():
+                    await self._lose(self._order.expected)
+
+    async def _is_torn(self) -> bool:
+        """Whether what is missing was applied by an earlier life: then the log has lost it, and nobody sends it again.
+
+        Asked once all that an earlier life saw was read: entries may lie in the log in any order.
+        """
+        first = min(self._order.held)
+        return any([await self._stored(seq) is not None for seq in {self._order.expected, first - 1, first}])
+
+    async def _lose(self, missing: int) -> None:
+        message = (
+            f"entry {missing} of job {self.name} was applied before and is not in the log any more (its age, or its"
+            " size): the job's state cannot be rebuilt, submit it again, load_state takes a named state"
+        )
+        log.error("%s", message)
+        self._broken = ErrorInfo(code="state-lost", message=message)
+        for entry in self._order.give_up():
+            await self._apply(entry)
 
     async def _repeat(self, seq: int, reply_to: str) -> None:
         """The stored result again. One that is being written still is answered when it stands."""

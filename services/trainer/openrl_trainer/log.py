@@ -71,9 +71,17 @@ class LogOrder(Generic[T]):
         if seq > self.expected:
             self.held.setdefault(seq, entry)
             return Hold(self.expected)
-        ready = [entry]
         self.expected += 1
+        return Apply((entry, *self._successors()))
+
+    def give_up(self) -> tuple[T, ...]:
+        """The missing entries will never come: what was held goes on from the first one held."""
+        self.expected = min(self.held)
+        return self._successors()
+
+    def _successors(self) -> tuple[T, ...]:
+        ready = []
         while self.expected in self.held:
             ready.append(self.held.pop(self.expected))
             self.expected += 1
-        return Apply(tuple(ready))
+        return tuple(ready)

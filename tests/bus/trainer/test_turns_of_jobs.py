@@ -12,7 +12,9 @@ import psutil
 import pytest
 
 from bus.trainer.trainer_world import Trainers, World, data, until
+from openrl_common.names import train_subject
 from openrl_common.records import JobKind
+from openrl_common.streams import TRAIN
 from openrl_common.wire import (
     AdamParams,
     DeleteState,
@@ -203,6 +205,32 @@ async def test_a_log_whose_payloads_are_gone_is_not_replayed_without_them_R5_R7(
     assert lost.error is not None
     assert lost.error.code == "state-lost"
     assert "entry 2" in lost.error.message
+
+
+@pytest.mark.timeout(240)
+async def test_a_log_that_has_lost_its_beginning_is_said_and_not_waited_for_R5_R6(
+    world: World, trainers: Trainers
+) -> None:
+    """A stream has an age and a size; requests behind what it dropped were held back for ever."""
+    workload = await world.workload(JobKind.FFT, "tune")
+    await world.job("tune", JobKind.FFT, workload)
+    await trainers.begin(workload)
+    for seq in (1, 2):
+        assert (await world.ask("tune", forward(seq))).error is None
+    await trainers.kill()
+    subject = train_subject("default", "tune")
+    last = await world.bus.last(stream=TRAIN.name, subject=subject)
+    assert last is not None
+    await world.bus.purge(TRAIN.name, subject, before=last.sequence)
+    await world.send("tune", forward(4))
+    await trainers.begin(workload)
+    await world.send("tune", forward(3))
+    lost = {}
+    while lost.keys() != {3, 4}:
+        answer = await world.answer()
+        if answer.seq > 2:
+            lost[answer.seq] = answer.error and answer.error.code
+    assert lost == {3: "state-lost", 4: "state-lost"}
 
 
 @pytest.mark.timeout(240)

@@ -55,3 +55,12 @@ def test_any_order_with_repetitions_applies_each_entry_once_in_order_R4(arrivals
     while complete + 1 in arrivals:
         complete += 1
     assert len(applied) == complete
+
+
+def test_what_was_held_for_an_entry_that_never_comes_goes_on_in_order_R4_R6() -> None:
+    order: LogOrder[str] = LogOrder(expected=3)
+    for seq in (7, 5, 6, 9):
+        assert isinstance(order.decide(seq, str(seq)), Hold)
+    assert order.give_up() == ("5", "6", "7")
+    assert (order.expected, order.held) == (8, {9: "9"})
+    assert order.decide(8, "8") == Apply(("8", "9"))
