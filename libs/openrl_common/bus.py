@@ -63,8 +63,10 @@ _ENCODING = "openrl-encoding"
 """Of a request: the asker reads answers compressed so. Of an answer: it is."""
 _ZLIB = "zlib"
 _ANSWER_PLAIN_BYTES_MAX = 256 * 1024
-_SUBJECT = re.compile(r"[!-)+-=?-~]{1,1024}")
-"""Printable ASCII without blanks and wildcards: nothing in it can end the protocol line it is written into."""
+_SUBJECT = re.compile(r"(_INBOX[\w-]*|openrl\.q)\.[!-)+-=?-~]{1,1024}", re.ASCII)
+"""An inbox (of any prefix that begins so) or a question: never a stream, a bucket or JetStream itself, where whoever
+asks would write with the rights of whoever answers. Printable ASCII without blanks and wildcards: nothing in it can end
+the protocol line it is written into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +279,10 @@ class Bus:
     async def send(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> None:
         """Core NATS, at most once: answers to inboxes, whose loss the asker's own retry covers.
 
-        ``subject`` comes from the asker: one that is none is not answered.
+        ``subject`` comes from the asker: one that is no inbox is not answered.
         """
         if not _SUBJECT.fullmatch(subject):
-            log.warning("not answered: %.80r is not a subject", subject)
+            log.warning("not answered: %.80r is not an inbox", subject)
             return
         with contextlib.suppress(*NETWORK_ERRORS):
             await self._connection.publish(subject, body, headers=headers)

@@ -393,6 +393,26 @@ async def test_an_answer_to_what_is_no_subject_is_dropped_and_the_connection_liv
     await bus.publish(finished("after"))
 
 
+async def test_nobody_writes_into_buckets_logs_or_jetstream_by_asking_for_an_answer_there_E1_E4(bus: Bus) -> None:
+    """Workers may write what a tenant may not: its ``reply_to`` named another tenant's record, and that was gone."""
+    subjects = ["$KV.openrl_jobs.t.j", "openrl.train.other.j", "openrl.ev.client.t.job.j.submitted", "_INBOX", "a.b"]
+    for subject in [*subjects, "$JS.API.STREAM.PURGE.OPENRL_EVENTS"]:
+        await bus.send(subject, b'{"seq":9}')
+    await bus.publish(finished("after"))  # what was sent before it on this connection has arrived by now
+    assert await bus.last(stream="KV_openrl_jobs", subject="$KV.openrl_jobs.t.j") is None
+    assert await bus.last(stream="OPENRL_TRAIN", subject="openrl.train.>") is None
+    assert (await bus.jetstream.stream_info("OPENRL_EVENTS")).state.messages == 1
+    inbox, heard = bus.new_inbox(), asyncio.Event()
+
+    async def callback(_body: bytes, _headers: dict[str, str]) -> None:
+        heard.set()
+
+    await bus.subscribe(inbox, callback)
+    await bus.send(inbox, b"answer")
+    async with asyncio.timeout(10):
+        await heard.wait()
+
+
 async def test_closing_in_the_middle_of_a_reconnect_is_no_cancellation(
     nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
