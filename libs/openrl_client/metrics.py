@@ -2,11 +2,15 @@
 
 Fields of a step: ``recipe``, ``step``, ``at`` (Unix seconds), ``loss``, ``reward``, ``kl``, ``tokens``, ``seconds`` (by
 phase) and ``versions`` (those that made the samples, and the one the step published), as the recipe has them.
-A line is written whole and flushed, so that a reader may follow the file while it grows.
+A line is written whole and flushed, so that a reader may follow the file while it grows. What a full disk does not take
+is kept and written with a later line: it ends no run.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import logging
 import os
 import time
 from pathlib import Path
@@ -17,6 +21,10 @@ import msgspec
 
 from openrl_client.errors import Rejected
 
+log = logging.getLogger(__name__)
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
 
 class Metrics:
     """Appends to ``path`` (None: keeps nothing). A context manager."""
@@ -25,6 +33,7 @@ class Metrics:
         self.path = path
         self.first_step_at: float | None = None
         self._file: int | None = None
+        self._unwritten = b""
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,6 +50,10 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
+            with contextlib.suppress(Rejected):
+                self._flush(self._file)
+            if self._unwritten:
+                log.warning("the last %d bytes of metrics file %s were not written", len(self._unwritten), self.path)
             os.close(self._file)
             self._file = None
 
@@ -50,11 +63,17 @@ class Metrics:
         if self.first_step_at is None and "step" in fields:
             self.first_step_at = time.time()
         if self._file is not None:
-            try:
-                os.write(self._file, msgspec.json.encode(line) + b"\n")
-            except OSError as error:
-                raise Rejected(f"metrics file {str(self.path)!r}: {error.strerror}", code="disk") from None
+            self._unwritten += msgspec.json.encode(line) + b"\n"
+            self._flush(self._file)
         return line
+
+    def _flush(self, file: int) -> None:
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(file, self._unwritten) :]
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise Rejected(f"metrics file {str(self.path)!r}: {error.strerror}", code="disk") from None
 
 
 class Stopwatch:

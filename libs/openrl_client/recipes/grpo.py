@@ -23,6 +23,7 @@ from openrl_client.errors import Rejected
 from openrl_client.job import Job
 from openrl_client.metrics import Metrics, Stopwatch
 from openrl_client.recipes.data import batches, group_advantages, policy_datum, warmed_up
+from openrl_client.recipes.publishing import published
 from openrl_client.tasks import Example, Task, reward_of
 from openrl_client.tokenizer import Tokenizer
 from openrl_common.wire import AdamParams, Datum, SamplingParams
@@ -74,7 +75,7 @@ async def grpo(
     if settings.lag not in (0, 1) or settings.samples < 2:
         raise Rejected("grpo needs lag 0 or 1 and at least 2 samples a prompt", code="bad-settings")
     prompts = batches(task.examples("train"), settings.prompts, random.Random(settings.seed))
-    version: int = await job.publish_weights()
+    version = await published(job)
     sampling = asyncio.create_task(_collect(job, task, tokenizer, settings, prompts, version))
     try:
         for step in range(settings.steps):
@@ -132,8 +133,7 @@ async def _update(
     publication = job.publish_weights()
     trained = dict((await backward).metrics)
     trained |= {name: value for name, value in (await update).metrics.items() if name == "grad_norm"}
-    published: int = await publication
-    return trained, published
+    return trained, await published(job, publication)
 
 
 async def _agreement(

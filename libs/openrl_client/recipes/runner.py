@@ -12,6 +12,7 @@ from openrl_client.job import Job
 from openrl_client.metrics import Metrics
 from openrl_client.recipes.evaluation import evaluate
 from openrl_client.recipes.grpo import GrpoSettings, grpo
+from openrl_client.recipes.publishing import published
 from openrl_client.recipes.sft import SftSettings, sft
 from openrl_client.tasks import Task
 from openrl_client.tokenizer import Tokenizer
@@ -80,7 +81,7 @@ async def run_recipe(
     if "sft" in recipe:
         begin("sft")
         await sft(job, task, tokenizer, settings.sft, metrics, on_step)
-        version = await job.publish_weights()
+        version = await published(job)
         reward = outcome.reward_after_sft = outcome.reward_after = await measure("after sft", version)
     if "grpo" in recipe:
         begin("grpo")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -64,3 +65,20 @@ def test_metrics_are_appended_one_object_a_line(tmp_path: Path) -> None:
     lines = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
     assert [line.get("step") for line in lines] == [None, 0, 1]
     assert list(lines[1]["seconds"]) == ["train"]
+
+
+def test_c4_metrics_that_a_full_disk_did_not_take_are_written_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Metrics(Path("/dev/full")) as metrics:
+        metrics.write(recipe="sft", step=0)
+        assert metrics._file is not None
+        with (tmp_path / "metrics.jsonl").open("wb") as room:
+            os.dup2(room.fileno(), metrics._file)
+        metrics.write(recipe="sft", step=1)
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
+    assert [msgspec.json.decode(line)["step"] for line in lines] == [0, 1]
+    assert not caplog.records
+    with Metrics(Path("/dev/full")) as metrics:
+        metrics.write(recipe="sft", step=2)
+    assert "were not written" in caplog.text
