@@ -18,13 +18,14 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from openrl_common.bus import Bus, Delivery, Handler
 from openrl_common.controls import LedgerState, LedgerStateAnswer
 from openrl_common.duty import Duty
 from openrl_common.errors import Conflict, Transient, UnknownOutcome
-from openrl_common.events import ClaimRetired, Event, Repaired, SeatBooked, SeatRefused
+from openrl_common.events import ClaimRetired, Event, Repaired, SeatBooked, SeatRefused, SeatRequested
 from openrl_common.names import query_subject
 from openrl_common.process_name import process_is_gone, this_process
 from openrl_common.records import ClaimRecord, ClaimState, SeatRecord
@@ -96,7 +97,16 @@ class Ledger:
             await mirror.close()
 
     async def handle(self, delivery: Delivery) -> None:
-        await self.drive(decide(delivery.event(), self.environment))
+        """A job's two requests side by side: after one another, the first claims of later jobs would be founded in
+        between, and get the device that the job's second worker is due (W1)."""
+        event = delivery.event()
+        beside = event.beside if isinstance(event, SeatRequested) else None
+        if isinstance(event, SeatRequested) and beside is not None:
+            event = msgspec.structs.replace(event, beside=None)
+        parts = [self.drive(decide(each, self.environment)) for each in (event, beside) if each is not None]
+        for ended in await asyncio.gather(*parts, return_exceptions=True):
+            if isinstance(ended, BaseException):
+                raise ended
 
     @property
     def claims(self) -> Mirror[ClaimRecord]:

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bus.placement.played import System, running
@@ -106,3 +107,30 @@ async def test_500_workloads_are_submitted_while_500_finish_and_nothing_is_left_
         await system.until(lambda: {each.job for each in system.seen if isinstance(each, JobEnded)} == everybody, 150)
         assert not await held_by_claim(system)
         await system.until(lambda: len(system.free) == 40, 30)
+
+
+async def test_W1_of_jobs_that_come_at_once_the_first_founds_both_claims_before_the_last_founds_its_first(
+    tmp_path: Path,
+) -> None:
+    """Else devices are cut for the first workers of all, and the first job's second one waits for a later job's end."""
+    async with running(tmp_path, workers=False) as system:
+        await system.kill("placement")
+        jobs = [f"job-{number:02}" for number in range(8)]
+        pairs = [
+            msgspec.structs.replace(
+                request(f"{job}-trainer", (), may_found=True), beside=request(f"{job}-sampler", (), may_found=True)
+            )
+            for job in jobs
+        ]
+        await asyncio.gather(*(system.bus.publish(pair) for pair in pairs))
+
+        async def claims() -> dict[str, int]:
+            listed = await system.bus.store.ledger_claims.list()
+            return {entry.workload: each.revision for each in listed.values() for entry in each.value.entries.values()}
+
+        async def all_founded() -> bool:
+            return len(await claims()) == 16
+
+        await system.until(all_founded)
+        written = await claims()
+        assert written[f"{jobs[0]}-sampler"] < written[f"{jobs[-1]}-trainer"]
