@@ -12,6 +12,7 @@ Held-out prompts are never in the training split.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import importlib.util
@@ -201,6 +202,8 @@ class GymTask:
                 if near := difflib.get_close_matches(dataset, gym.factory.DATASETS, n=3):
                     why += f", for example {', '.join(near)}"
                 raise Rejected(f"task {dataset!r} is not known: {why}", code="bad-task") from None
+            if unknown := sorted(set(config or {}) - set(known := _settings(gym, dataset))):
+                why = f"no setting {unknown[0]!r} in --task-config: it has {', '.join(known)}"
             raise Rejected(f"task {dataset!r}: {why}", code="bad-task") from None
         num_held_out = max(1, int(size * HELD_OUT_FRACTION))
         if size < 2:
@@ -231,6 +234,12 @@ class GymTask:
         return example.answer
 
 
+def _settings(gym: Any, dataset: str) -> list[str]:
+    """What a data set lets one set; its size and seed come from elsewhere."""
+    _, settings = gym.factory.DATASETS[dataset]
+    return [field.name for field in dataclasses.fields(settings) if field.name not in ("size", "seed")]
+
+
 # --- by name ----------------------------------------------------------------------------------------------------
 
 
@@ -245,6 +254,8 @@ def load_task(
     kind, _, rest = name.rpartition(":")
     is_letters = kind == "letters" or name == "letters"
     is_gym = not is_letters and kind in ("", REASONING_GYM)
+    if is_gym and rest.endswith(".py"):
+        raise Rejected(f"task {name!r} names no function: write {name}:FUNCTION", code="bad-task")
     if prompts is not None and (is_letters or is_gym):
         raise Rejected(f"task {name!r} has its own prompts: --prompts is for FILE.py:FUNCTION", code="bad-task")
     if config is not None and not is_gym:

@@ -208,7 +208,8 @@ def _job_notes(state: State, query: ExplainQuery, record: WorkloadRecord) -> lis
     job = state.jobs.get(key)
     if job is None or key in record.jobs or record.tenant != SHARED:
         return []
-    return [f"job {owner} is {job.phase}: this is the runtime that served it, which is kept for others"]
+    kept = "" if ended(record) else ", which is kept for others"
+    return [f"job {owner} is {job.phase}: this is the runtime that served it{kept}"]
 
 
 def _notes(state: State, record: WorkloadRecord) -> list[str]:

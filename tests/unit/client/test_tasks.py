@@ -102,6 +102,12 @@ def test_what_a_task_would_not_use_is_refused(tmp_path: Path) -> None:
     for name in ("letters:sort", "chain_sum"):
         with pytest.raises(Rejected, match=f"'{name}' has its own prompts: --prompts is for FILE.py:FUNCTION"):
             load_task(name, prompts=tmp_path / "prompts.jsonl")
+    with pytest.raises(Rejected, match=r"names no function: write user_tasks\.py:FUNCTION"):
+        load_task("user_tasks.py", prompts=tmp_path / "prompts.jsonl")
+    with pytest.raises(
+        Rejected, match=r"'chain_sum': no setting 'terms' in --task-config: it has min_terms, max_terms"
+    ):
+        load_task("chain_sum", config={"terms": 2})
     for name in ("letters:sort", f"{tmp_path / 'user_tasks.py'}:score"):
         with pytest.raises(Rejected, match="takes no --task-config"):
             load_task(name, config={"max_terms": 2})
