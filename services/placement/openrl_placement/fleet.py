@@ -374,11 +374,14 @@ class Fleet:
         if not fitting:
             largest = max(known, key=lambda kind: (kind.device_bytes, kind.num_devices))
             shape_name = f"{largest.num_devices} x {format_bytes(largest.device_bytes)}"
-            return f"{wanted}: the largest shape of the fleet is {shape_name} on a node"
+            short_bytes = shape.device_bytes - largest.device_bytes
+            looks_equal = format_bytes(shape.device_bytes) == format_bytes(largest.device_bytes)
+            short = f", {format_bytes(short_bytes)} less" if looks_equal and short_bytes > 0 else ""
+            return f"{wanted}: the largest shape of the fleet is {shape_name} on a node{short}"
         most = max(kind.host_bytes for kind in fitting)
         return (
             f"needs {format_bytes(shape.host_bytes)} of host memory beside {_devices(shape)}: "
-            f"the most that such a node has is {format_bytes(most)}"
+            f"the most that such a node has is {format_bytes(most)} (on a small host: a lower --{shape.role}-host-base)"
         )
 
     # --- reasons -----------------------------------------------------------------------------------------------

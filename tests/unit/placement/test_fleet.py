@@ -203,6 +203,18 @@ def test_W4_what_a_scalable_shape_could_hold_waits_for_it_and_is_not_impossible(
     assert "8 x 80 GiB" in it.impossible(shape(81))
 
 
+def test_W4_what_is_impossible_by_little_or_for_host_memory_says_what_is_missing() -> None:
+    it = fleet()
+    sentence = "needs a device of 80 GiB: the largest shape of the fleet is 3 x 80 GiB on a node, 614.4 KiB less"
+    assert it.impossible(shape(80 + 0.6 / 1024)) == sentence
+    assert it.impossible(shape(81)).endswith("is 3 x 80 GiB on a node")
+    it.set_node("n1", node(host_gib=16))
+    assert it.impossible(shape(10, role=Role.SAMPLER, host_gib=24)) == (
+        "needs 24 GiB of host memory beside a device of 10 GiB: the most that such a node has is 16 GiB "
+        "(on a small host: a lower --sampler-host-base)"
+    )
+
+
 def test_P9_tiers_are_every_shape_that_fits_tightest_first_whatever_is_free() -> None:
     it = fleet()
     it.set_node("n2", node("n2", gib=22.5))
