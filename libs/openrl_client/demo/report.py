@@ -102,7 +102,10 @@ def summary(report: Report) -> str:
             ]
         )
     header = ["JOB", "KIND", "PHASE", "BEFORE", "AFTER SFT", "AFTER GRPO", "GRPO GAIN", "FIRST STEP", "LONGEST WAITS"]
-    claims = [[peak.claim, f"{peak.max_seats}/{peak.limit or '∞'}", ",".join(peak.devices)] for peak in report.claims]
+    claims = [
+        [peak.claim, f"{peak.max_seats}/{peak.limit or '∞'}", ",".join(peak.devices) or "none came free in time"]
+        for peak in report.claims
+    ]
     shares = ", ".join(f"{name} {share:.0%}" for name, share in report.share_of_time.items())
     return "\n".join(
         [

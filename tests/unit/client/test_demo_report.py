@@ -62,6 +62,9 @@ def test_summary_shows_gain_and_longest_wait() -> None:
     assert "+0.300" in text
     assert "WaitingForSeat 4.0 s" in text
     assert "2/2" in text
+    without = report()
+    without.claims.append(ClaimPeak(claim="c2", limit=2, max_seats=1))
+    assert "none came free in time" in summary(without)
 
 
 def test_share_of_time_adds_up_to_one() -> None:
