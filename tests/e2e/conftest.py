@@ -23,11 +23,21 @@ SETTINGS = {
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model, which has learned nothing."""
+    return _model(tmp_path_factory, steps=1)
+
+
+@pytest.fixture(scope="session")
+def half_trained_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model, half trained: its reward on the letter task starts low."""
+    return _model(tmp_path_factory, steps=200)
+
+
+def _model(tmp_path_factory: pytest.TempPathFactory, *, steps: int) -> Path:
     import asyncio
 
     out = tmp_path_factory.mktemp("model") / "tiny"
-    asyncio.run(make_tiny_model(out, steps=200, environment={**os.environ, "OMP_NUM_THREADS": "1"}))
+    asyncio.run(make_tiny_model(out, steps=steps, environment={**os.environ, "OMP_NUM_THREADS": "1"}))
     return out
 
 

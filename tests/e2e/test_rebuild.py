@@ -137,6 +137,7 @@ async def _is(look: Callable[[Client], Awaitable[Any]], client: Client, wanted: 
     return bool(await look(client) == wanted)
 
 
+@pytest.mark.long
 async def test_l7_an_emptied_bucket_stops_nobody(system: LocalSystem, model: Path) -> None:
     """L7: made anew and empty (by `openrl up`, by an operator) it says of everybody "no seat": nobody believes it."""
     from openrl_common import streams

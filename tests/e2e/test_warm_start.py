@@ -78,6 +78,7 @@ async def test_B6_a_forked_worker_computes_the_same_numbers_with_one_and_two_thr
     assert "', 1) ('" in numbers
 
 
+@pytest.mark.long
 async def test_B6_a_job_on_forked_workers_outlives_the_parent_and_leaves_nothing(
     tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -62,7 +62,7 @@ async def nothing_is_held(bus: Bus) -> None:
 
 @pytest.mark.parametrize("kind", [JobKind.FFT, pytest.param(JobKind.LORA, marks=pytest.mark.long)])
 async def test_a_job_ends_with_a_higher_reward_though_every_control_service_is_killed(
-    system: LocalSystem, tiny_model: Path, tmp_path: Path, kind: JobKind
+    system: LocalSystem, half_trained_model: Path, tmp_path: Path, kind: JobKind
 ) -> None:
     """Invariant 9, B1, E6, E17: ledger, placement, launcher and nats are killed -9 in the middle of the run."""
     victims = ["ledger", "placement", "launcher", "nats"]
@@ -78,12 +78,18 @@ async def test_a_job_ends_with_a_higher_reward_though_every_control_service_is_k
 
     steps = 0
     async with connect(system.nats_url) as client:
-        job = await client.submit(spec(tiny_model, "hardy", kind))
+        job = await client.submit(spec(half_trained_model, "hardy", kind))
         await job.ready(90)
         workers = {entry.value.pid for entry in (await client.bus.store.workers.list()).values()}
         with Metrics(tmp_path / "metrics.jsonl") as metrics:
             outcome = await run_recipe(
-                job, "sft+grpo", load_task("letters:sort"), Tokenizer(str(tiny_model)), recipe, metrics, on_step=on_step
+                job,
+                "sft+grpo",
+                load_task("letters:sort"),
+                Tokenizer(str(half_trained_model)),
+                recipe,
+                metrics,
+                on_step=on_step,
             )
         survivors = {entry.value.pid for entry in (await client.bus.store.workers.list()).values()}
         record = await job.finish()
@@ -206,6 +212,7 @@ async def test_sigterm_drains_each_service_and_exits_cleanly(system: LocalSystem
         await nothing_is_held(client.bus)
 
 
+@pytest.mark.long
 async def test_P12_a_runtime_warmed_ahead_serves_the_first_job_without_a_start(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -78,7 +78,8 @@ def export(job: str, name: str, out: Path, adapter: bool, nats_url: str | None, 
     command = [sys.executable, "-m", "openrl_trainer.export", str(path), str(out), *(["--adapter"] if adapter else [])]
 
     async def main() -> None:
-        click.echo(f"loading {job}/{name} and its base model", err=True)
+        if sys.stderr.isatty():
+            click.echo(f"loading {job}/{name} and its base model", err=True)
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=dict(os.environ)
         )
