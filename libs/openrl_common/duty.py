@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from openrl_common.errors import Conflict, Rejected, Transient
 from openrl_common.liveness import Pulses
+from openrl_common.pause import pause
 from openrl_common.records import DutyRecord
 from openrl_common.store import Bucket
 
@@ -97,9 +98,7 @@ class Duty:
             except Transient as error:
                 self._pulses.cut_off()
                 log.debug("duty %s: %s", self._name, error)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(DUTY_RENEW_S):
-                    await stopping.wait()
+            await pause(stopping, DUTY_RENEW_S)
         if self.held:
             with contextlib.suppress(Transient, TimeoutError):
                 async with asyncio.timeout(1.0):

@@ -15,6 +15,7 @@ import time
 
 from openrl_common.bus import Bus
 from openrl_common.errors import Rejected, Transient
+from openrl_common.pause import pause
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class LedgerIdentity:
             if not said and time.monotonic() - started_at > _SAY_AFTER_S:  # a system that starts has none for a moment
                 said = True
                 log.warning("the ledger's bucket has no identity: waiting for the ledger (`openrl ledger rebuild`?)")
-            await self._pause(stopping, _WAIT_LOOK_S)
+            await pause(stopping, _WAIT_LOOK_S)
 
     async def check(self) -> None:
         """Raises Rejected (``ledger-replaced``): the bucket is not the known one; Transient when nobody can tell."""
@@ -62,12 +63,6 @@ class LedgerIdentity:
     async def watch(self, stopping: asyncio.Event) -> None:
         """Check now and then; raises as ``check`` does."""
         while not stopping.is_set():
-            await self._pause(stopping, LOOK_S)
+            await pause(stopping, LOOK_S)
             with contextlib.suppress(Transient):
                 await self.check()
-
-    @staticmethod
-    async def _pause(stopping: asyncio.Event, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await stopping.wait()

@@ -16,6 +16,7 @@ import time
 from openrl_common.bus import Bus
 from openrl_common.errors import Conflict, Transient
 from openrl_common.identity import KEY, LedgerIdentity
+from openrl_common.pause import pause
 from openrl_common.records import LedgerIdentityRecord, WorkerState
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Founding:
                         "the ledger's bucket is being rebuilt: if that was broken off, run `openrl ledger rebuild "
                         "--apply --replace` again"
                     )
-                    await self._pause(stopping)
+                    await pause(stopping, _LOOK_S)
                     continue
                 num_running = await self._num_running()
                 if not num_running or await self._bus.store.ledger_seats.list():
@@ -59,18 +60,12 @@ class Founding:
                 )
             except Transient as error:
                 self._say(str(error))
-            await self._pause(stopping)
+            await pause(stopping, _LOOK_S)
 
     async def _is_being_rebuilt(self) -> bool:
         """There is an identity, and it is empty."""
         meta = self._bus.store.ledger_meta
         return await meta.exists() and await meta.get(KEY) is not None
-
-    @staticmethod
-    async def _pause(stopping: asyncio.Event) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LOOK_S):
-                await stopping.wait()
 
     async def _num_running(self) -> int:
         return sum(entry.value.state in LIVE for entry in (await self._bus.store.workers.list()).values())

@@ -6,8 +6,6 @@ away or this process stood still, forget what was seen before: a bus outage expi
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -18,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from openrl_common.bus import Bus
 from openrl_common.duty import Duty
 from openrl_common.errors import Transient
+from openrl_common.pause import pause
 from openrl_common.records import LeaseRecord, NodeBudget, NodeRecord, Standing
 from openrl_common.store import Entry, Mirror
 from openrl_ledger.core import nodes
@@ -77,9 +76,7 @@ class NodeJudge:
                     log.warning("nodes are looked at again: %s", error)
             else:
                 self._cut_off()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._bus.stopping.wait()
+            await pause(self._bus.stopping, LOOK_S)
 
     async def look(self) -> None:
         """One look at every node. Raises Transient when the bus cannot be read: nobody was judged by it then."""

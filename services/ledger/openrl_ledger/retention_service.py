@@ -6,7 +6,6 @@ marker, which mirrors see; the marker itself is dropped a day later. Each pass d
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
@@ -18,6 +17,7 @@ from prometheus_client import CollectorRegistry, Counter
 from openrl_common.bus import Bus
 from openrl_common.duty import Duty
 from openrl_common.errors import Conflict, Transient
+from openrl_common.pause import pause
 from openrl_common.records import ClaimState, LeaseState
 from openrl_common.store import Bucket, Old
 from openrl_ledger.core.retention import is_over
@@ -47,9 +47,7 @@ class Retirer:
 
     async def watch(self, duty: Duty) -> None:
         while not self._bus.stopping.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._retention.every_s):
-                    await self._bus.stopping.wait()
+            await pause(self._bus.stopping, self._retention.every_s)
             if duty.held and self._bus.connected:
                 try:
                     await self.look(time.time())

@@ -15,24 +15,25 @@ import logging
 import random
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from openrl_common.bus import Bus, Delivery, Handler
 from openrl_common.controls import LedgerState, LedgerStateAnswer
 from openrl_common.duty import Duty
 from openrl_common.errors import Conflict, Transient, UnknownOutcome
-from openrl_common.events import ClaimRetired, Event, Repaired, SeatBooked, SeatRefused, SeatRequested
+from openrl_common.events import ClaimRetired, Event, Repaired, SeatBooked, SeatRefused
 from openrl_common.names import query_subject
+from openrl_common.pause import pause
 from openrl_common.process_name import process_is_gone, this_process
 from openrl_common.records import ClaimRecord, ClaimState, SeatRecord
 from openrl_common.service import ServiceContext, ServiceSettings, until_stopped
 from openrl_common.store import Bucket, Entry, Mirror
 from openrl_ledger.core import janitor
-from openrl_ledger.core.decide import decide
+from openrl_ledger.core.decide import decide, separate
 from openrl_ledger.core.nodes import NodePolicy
 from openrl_ledger.core.ops import Contended, Emit, Environment, Lost, Pause, Read, Steps, Table, Write
 from openrl_ledger.core.turns import TurnPolicy
@@ -99,11 +100,7 @@ class Ledger:
     async def handle(self, delivery: Delivery) -> None:
         """A job's two requests side by side: after one another, the first claims of later jobs would be founded in
         between, and get the device that the job's second worker is due (W1)."""
-        event = delivery.event()
-        beside = event.beside if isinstance(event, SeatRequested) else None
-        if isinstance(event, SeatRequested) and beside is not None:
-            event = msgspec.structs.replace(event, beside=None)
-        parts = [self.drive(decide(each, self.environment)) for each in (event, beside) if each is not None]
+        parts = [self.drive(decide(each, self.environment)) for each in separate(delivery.event())]
         for ended in await asyncio.gather(*parts, return_exceptions=True):
             if isinstance(ended, BaseException):
                 raise ended
@@ -180,9 +177,7 @@ class Ledger:
                     before = await self._tidy_once(seats, before, repaired) if duty.held and seats else set()
                 except Transient as error:
                     log.warning("janitor pass left for the next one: %s", error)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(grace_s):
-                        await self._bus.stopping.wait()
+                await pause(self._bus.stopping, grace_s)
 
     async def _tidy_once(
         self, followed: Mirror[SeatRecord], before: set[janitor.Leftover], repaired: Counter
@@ -192,10 +187,8 @@ class Ledger:
         Mirrors will do for it: each repair looks once more. Leases are renewed too often to be followed.
         """
         leases = await self._bus.store.leases.list(rest=_REST)
-        seats, claims = _values(followed), _values(self._mirrors[Table.CLAIMS])
-        seen = janitor.sightings(
-            seats, claims, _values(self._mirrors[Table.BUDGETS]), {key: entry.value for key, entry in leases.items()}
-        )
+        seats, claims = _values(followed.entries), _values(self._mirrors[Table.CLAIMS].entries)
+        seen = janitor.sightings(seats, claims, _values(self._mirrors[Table.BUDGETS].entries), _values(leases))
         for leftover in sorted(seen & before):
             seat = seats.get(leftover.workload)
             log.warning("janitor repairs %s", leftover)
@@ -227,8 +220,8 @@ class Ledger:
                 mirror.entries.pop(key, None)
 
 
-def _values(mirror: Mirror[T]) -> dict[str, T]:
-    return {key: entry.value for key, entry in mirror.entries.items()}
+def _values(entries: Mapping[str, Entry[T]]) -> dict[str, T]:
+    return {key: entry.value for key, entry in entries.items()}
 
 
 async def serve(context: ServiceContext, config: LedgerSettings) -> None:

@@ -15,7 +15,6 @@ loses it ends its process and comes back as a stand-by: nothing of its view can 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 import weakref
@@ -32,6 +31,7 @@ from openrl_common.errors import OpenRLError, Poison, Rejected, Transient
 from openrl_common.events import AnyEvent, JobCancelled, JobFailed, JobFinished, JobSubmitted
 from openrl_common.health import check
 from openrl_common.identity import LedgerIdentity
+from openrl_common.pause import pause
 from openrl_common.process_name import process_is_gone, this_process
 from openrl_common.queries import (
     CLAIMS,
@@ -267,12 +267,12 @@ class Placement:
             # Cut off from the bus, the view is old: no deadline passes and nothing is repaired until it is back.
             if self._bus.connected:
                 await self._try(tick(self.state, time.time()))
-            await self._pause(_TICK_S)
+            await pause(self._bus.stopping, _TICK_S)
 
     async def repair(self) -> None:
         """The repairing pass every ``pass_every_s``, beside the ticks: with thousands of workloads it lasts seconds."""
         while not self._bus.stopping.is_set():
-            await self._pause(self._config.pass_every_s)
+            await pause(self._bus.stopping, self._config.pass_every_s)
             if self._bus.connected:
                 await self._repair_once()
 
@@ -284,13 +284,8 @@ class Placement:
             if not self._bus.connected or self._bus.stopping.is_set():
                 return
             await self._try(part)
-            await self._pause(_REST * took)
+            await pause(self._bus.stopping, _REST * took)
             began = time.monotonic()
-
-    async def _pause(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._bus.stopping.wait()
 
     async def _try(self, effects: Effects) -> None:
         try:

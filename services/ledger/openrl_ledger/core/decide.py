@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from openrl_common.events import (
     ClaimAllocated,
     ClaimFreed,
@@ -15,6 +17,13 @@ from openrl_common.events import (
 from openrl_common.records import ClaimState
 from openrl_ledger.core import booking, releasing
 from openrl_ledger.core.ops import Environment, Steps
+
+
+def separate(event: Event) -> tuple[Event, ...]:
+    """The same, but of one message that asks for two seats (``beside``) each request by itself."""
+    if isinstance(event, SeatRequested) and event.beside is not None:
+        return msgspec.structs.replace(event, beside=None), event.beside
+    return (event,)
 
 
 def decide(event: Event, environment: Environment) -> Steps[None]:
