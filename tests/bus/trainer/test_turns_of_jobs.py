@@ -32,6 +32,14 @@ def forward(seq: int) -> Forward:
     return Forward(seq=seq, incarnation=7, data=data(0, count=1))
 
 
+async def tune(world: World, trainers: Trainers, **variables: str) -> str:
+    """A trainer with one job, ``tune``, on its own model; returns the workload."""
+    workload = await world.workload(JobKind.FFT, "tune")
+    await world.job("tune", JobKind.FFT, workload)
+    await trainers.begin(workload, **variables)
+    return workload
+
+
 async def revisions(world: World, job: str, count: int) -> list[int]:
     """When each of ``count`` results was stored, in the bucket's own numbers; waits for all of them."""
 
@@ -72,9 +80,7 @@ async def test_requests_behind_a_save_are_answered_before_it_is_written_R12(
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(str(tmp_path / "large"))
     world.model = tmp_path / "large"  # 103 MB: written, hashed and synced in more time than a forward pass takes
-    workload = await world.workload(JobKind.FFT, "tune")
-    await world.job("tune", JobKind.FFT, workload)
-    await trainers.begin(workload)
+    await tune(world, trainers)
     assert (await world.ask("tune", forward(1))).error is None
     await world.send("tune", SaveWeights(seq=2, incarnation=7))
     for seq in range(3, 6):
@@ -89,9 +95,7 @@ async def test_requests_behind_a_save_are_answered_before_it_is_written_R12(
 @pytest.mark.timeout(240)
 async def test_health_is_answered_during_a_long_step_O1(world: World, trainers: Trainers) -> None:
     """The thread that trains holds up neither the loop nor the health server, so nobody takes it for dead."""
-    workload = await world.workload(JobKind.FFT, "tune")
-    await world.job("tune", JobKind.FFT, workload)
-    await trainers.begin(workload)
+    workload = await tune(world, trainers)
     assert (await world.ask("tune", forward(1))).error is None
     log = (world.home / f"{workload}.log").read_text()
     found = re.search(r"health_port=(\d+)", log)
@@ -110,9 +114,7 @@ async def test_health_is_answered_during_a_long_step_O1(world: World, trainers: 
 
 @pytest.mark.timeout(240)
 async def test_states_are_saved_listed_and_deleted_in_the_order_of_the_log_R4(world: World, trainers: Trainers) -> None:
-    workload = await world.workload(JobKind.FFT, "tune")
-    await world.job("tune", JobKind.FFT, workload)
-    await trainers.begin(workload)
+    await tune(world, trainers)
     requests = [
         ForwardBackward(seq=1, incarnation=7, data=data(1), loss="cross_entropy"),
         OptimStep(seq=2, incarnation=7, adam=AdamParams(learning_rate=1e-3)),
@@ -133,10 +135,8 @@ async def test_a_state_that_is_lost_is_told_to_every_asker_and_never_guessed_R5_
     world: World, trainers: Trainers
 ) -> None:
     """Checkpoints damaged one by one: the older one serves; without any, and the log trimmed, every answer says so."""
-    workload = await world.workload(JobKind.FFT, "tune")
-    await world.job("tune", JobKind.FFT, workload)
     every = {"OPEN_RL_CHECKPOINT_EVERY": "1step"}
-    await trainers.begin(workload, **every)
+    workload = await tune(world, trainers, **every)
 
     async def written(seq: int) -> bool:
         record = await world.bus.store.checkpoints.get("default.tune")
@@ -187,9 +187,7 @@ async def test_a_log_whose_payloads_are_gone_is_not_replayed_without_them_R5_R7(
     world: World, trainers: Trainers
 ) -> None:
     """The entry that could not be read was left out, and the training went on from other weights without a word."""
-    workload = await world.workload(JobKind.FFT, "tune")
-    await world.job("tune", JobKind.FFT, workload)
-    await trainers.begin(workload)
+    workload = await tune(world, trainers)
     learn = [ForwardBackward(seq=seq, incarnation=7, data=data(seq), loss="cross_entropy") for seq in (1, 2)]
     name, digest = await world.bus.put_payload(msgspec.json.encode(learn[1]))
     reference = PayloadRef(seq=2, incarnation=7, object_name=name, digest=digest, size_bytes=1)
@@ -212,9 +210,7 @@ async def test_a_log_that_has_lost_its_beginning_is_said_and_not_waited_for_R5_R
     world: World, trainers: Trainers
 ) -> None:
     """A stream has an age and a size; requests behind what it dropped were held back for ever."""
-    workload = await world.workload(JobKind.FFT, "tune")
-    await world.job("tune", JobKind.FFT, workload)
-    await trainers.begin(workload)
+    workload = await tune(world, trainers)
     for seq in (1, 2):
         assert (await world.ask("tune", forward(seq))).error is None
     await trainers.kill()
@@ -237,9 +233,7 @@ async def test_a_log_that_has_lost_its_beginning_is_said_and_not_waited_for_R5_R
 async def test_versions_that_a_killed_trainer_did_not_come_to_drop_are_dropped_by_the_next_R11(
     world: World, trainers: Trainers
 ) -> None:
-    workload = await world.workload(JobKind.FFT, "tune")
-    await world.job("tune", JobKind.FFT, workload)
-    await trainers.begin(workload)
+    workload = await tune(world, trainers)
     for seq in (1, 2):
         assert (await world.ask("tune", SaveWeights(seq=seq, incarnation=7))).error is None
     await trainers.kill()
