@@ -147,7 +147,7 @@ MUTANTS = [
     ),
     Mutant(
         "W2 nobody is woken",
-        waiting.wake_claim,
+        waiting._takers,
         "if record is None or",
         "if True or record is None or",
         ("although",),

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Size:
-    """``num_claims`` counts the full claims of the large nodes too."""
+    """``num_claims`` counts the full claims of the large nodes too; of these ``num_wakes`` seats are to be freed."""
 
     num_nodes: int
     num_claims: int
@@ -60,7 +60,7 @@ class Size:
 
     @property
     def num_large_nodes(self) -> int:
-        return max(1, -(-self.num_wakes // (DEVICES_PER_NODE * SEATS_PER_CLAIM)))
+        return max(1, -(-self.num_wakes // (DEVICES_PER_NODE * (SEATS_PER_CLAIM - 1))))
 
     @property
     def num_full(self) -> int:
@@ -169,7 +169,7 @@ class Fleet:
             )  # fmt: skip
             held = NodeEntry(workload=workload, claim=claim, host_bytes=SEED_HOST_BYTES)
             budgets.setdefault(node, {})[assignment] = held
-            if num_seats == SEATS_PER_CLAIM:
+            if num_seats == SEATS_PER_CLAIM and index > 0:  # one stays: the claim of none goes away
                 self.seats_to_free.append(Seat(workload, assignment, claim, node))
         await self._cut(claim, device)
         record = ClaimRecord(

@@ -140,12 +140,22 @@ class Load:
         """Free a seat of a full claim; seconds from the publish until the stream has the next booking, and that one."""
         freed_at = time.time()
         await self._fleet.free_a_seat()
+        grant = await self._next_moved()
+        return grant.booked_at - freed_at, grant
+
+    async def wake_together(self, num_seats: int) -> tuple[float, list[Grant]]:
+        """Free seats of full claims all at once; seconds until as many were booked, and these."""
+        freed_at = time.time()
+        await asyncio.gather(*(self._fleet.free_a_seat() for _ in range(num_seats)))
+        grants = [await self._next_moved() for _ in range(num_seats)]
+        return max(grant.booked_at for grant in grants) - freed_at, grants
+
+    async def _next_moved(self) -> Grant:
         try:
             async with asyncio.timeout(_STALLED_S):
-                grant = await self._moved.get()
+                return await self._moved.get()
         except TimeoutError:
             raise TimedOut(f"no waiting workload took a freed seat within {_STALLED_S:g} s") from None
-        return grant.booked_at - freed_at, grant
 
     # --- jobs --------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
     saturated   a bounded window of unanswered jobs: grants a second, CPU and memory of the services
     paced       an open loop at a given rate: latency; and at others, from the lowest, for a curve
-    waiting     jobs too large for anything free fill the line, then seats of full claims are freed one by one
+    waiting     jobs too large for anything free fill the line, then seats of full claims are freed one by one, then as
+                many all at once
     one tenth   saturated once more on a fresh system with a tenth of the claims: how the cost grows
 
 Half of the grants join a seated claim, half found one. Jobs that no node could hold are submitted in between.
@@ -95,7 +96,7 @@ class Plan:
 
     @property
     def size(self) -> Size:
-        return Size(num_nodes=self.num_nodes, num_claims=self.num_claims, num_wakes=self.num_wakes)
+        return Size(num_nodes=self.num_nodes, num_claims=self.num_claims, num_wakes=2 * self.num_wakes)
 
     @property
     def tenth(self) -> Plan:
@@ -108,9 +109,10 @@ class Plan:
         """Raises Rejected, naming the flag, when the plan cannot be run."""
         if self.num_jobs < 2:
             raise Rejected(f"--jobs {self.num_jobs} is too few: use at least 2", code="usage")
-        if self.num_wakes > self.num_waiting:
+        if 2 * self.num_wakes > self.num_waiting:
             raise Rejected(
-                f"--wakes {self.num_wakes} is more than --waiting {self.num_waiting}: a wake needs a waiter",
+                f"--wakes {self.num_wakes}, one by one and again all at once, is more than --waiting "
+                f"{self.num_waiting}: a wake needs a waiter",
                 code="usage",
             )
         self.size.check(self.num_jobs + self.num_curve)
@@ -135,7 +137,9 @@ class SeatsReport(msgspec.Struct, frozen=True, kw_only=True):
         curve: the same at other rates.
         impossible_s: the longest that a job no node could hold waited for its answer, under load.
         wake_p50_ms, wake_p99_ms: WorkerGone sent → SeatBooked of the first in line stored, ``waiting`` in line.
-        wakes_out_of_order: freed seats that went to a later one than the first in line.
+        burst_s: ``wakes`` seats freed at once → the last of them booked.
+        wakes_out_of_order: freed seats that went to a later one than the first in line; of those freed at once, to one
+            behind the first so many.
         cpu_ms_per_grant: user and system time of each process while saturated, this one included.
         cost_ratio_10x: that of placement and ledger, over the same with a tenth of the claims.
         other_cores: cores that processes outside this benchmark kept busy while it was saturated; 0 on a quiet machine.
@@ -155,6 +159,7 @@ class SeatsReport(msgspec.Struct, frozen=True, kw_only=True):
     wake_p50_ms: float
     wake_p99_ms: float
     wakes: int
+    burst_s: float
     wakes_out_of_order: int
     waiting: int
     waiting_fill_per_s: float
@@ -200,8 +205,11 @@ async def measure(plan: Plan, *, progress: Progress) -> SeatsReport:
         curve = [await _point(load, plan, rate_per_s, progress) for rate_per_s in sorted(plan.curve_rates_per_s)]
         line = await _fill_line(system, load, plan, progress)
         impossible = [*full.impossible_s, await load.impossible()]
-        wakes, out_of_order = await _wake(load, line, plan.num_wakes)
-        progress(f"woken: p99 {milliseconds(percentile(wakes, 99))} ms with {plan.num_waiting} waiting")
+        wakes, burst_s, out_of_order = await _wake(load, line, plan.num_wakes)
+        progress(
+            f"woken: p99 {milliseconds(percentile(wakes, 99))} ms with {plan.num_waiting} waiting; "
+            f"{plan.num_wakes} at once in {burst_s:.2f} s"
+        )
         memory_waiting = {f"{name} with the line": memory_of(system.pids[name]) for name in SERVICES}
         restarts = sum(system.restarts.values())
     if restarts:
@@ -222,6 +230,7 @@ async def measure(plan: Plan, *, progress: Progress) -> SeatsReport:
         wake_p50_ms=milliseconds(percentile(wakes, 50)),
         wake_p99_ms=milliseconds(percentile(wakes, 99)),
         wakes=len(wakes),
+        burst_s=round(burst_s, 3),
         wakes_out_of_order=out_of_order,
         waiting=plan.num_waiting,
         waiting_fill_per_s=round(line.grants_per_s, 1),
@@ -332,12 +341,15 @@ def _waiting(port: int) -> int:
     raise TimedOut("placement's /metrics do not say how many wait")
 
 
-async def _wake(load: Load, line: Tally, num_wakes: int) -> tuple[list[float], int]:
-    """Free seats one by one; each must go to the first of those still waiting (W1)."""
-    expected = sorted(line.grants.values(), key=lambda grant: (grant.incarnation, grant.workload))
+async def _wake(load: Load, line: Tally, num_wakes: int) -> tuple[list[float], float, int]:
+    """Free seats one by one, then as many at once; they must go to the first of those still waiting (W1)."""
+    in_line = sorted(line.grants.values(), key=lambda grant: (grant.incarnation, grant.workload))
     seconds, out_of_order = [], 0
-    for first in expected[:num_wakes]:
+    for first in in_line[:num_wakes]:
         took, grant = await load.wake()
         seconds.append(took)
         out_of_order += grant.workload != first.workload
-    return seconds, out_of_order
+    burst_s, grants = await load.wake_together(num_wakes)
+    due = {grant.workload for grant in in_line[num_wakes : 2 * num_wakes]}
+    out_of_order += len({grant.workload for grant in grants} - due)
+    return seconds, burst_s, out_of_order

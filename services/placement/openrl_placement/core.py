@@ -57,7 +57,7 @@ from openrl_placement.state import (
     with_reason,
     without_reason,
 )
-from openrl_placement.waiting import ask, found_anew, join_line, note_refusals, settle, wake_claim, wake_seatless
+from openrl_placement.waiting import ask, found_anew, join_line, note_refusals, settle, wake_claim, wake_claims, wake_seatless
 
 SWEEP_AFTER_S = 5.0
 """Nodes of one fleet come in one after the other: only after this is an early submission called impossible."""
@@ -320,8 +320,7 @@ def node_changed(state: State, node: str, record: NodeRecord | None, now: float)
     if state.fleet.kinds - kinds:
         for workload in state.line.waiting(lambda group: not group.seatless):
             found_anew(state, state.workloads[workload], now, fx)
-    for claim in state.fleet.claims_on(node):
-        wake_claim(state, claim, now, fx)
+    wake_claims(state, state.fleet.claims_on(node), now, fx)
     wake_seatless(state, now, fx)
     return fx
 
@@ -331,8 +330,7 @@ def budget_changed(state: State, node: str, budget: NodeBudget | None, now: floa
     fx = Effects()
     is_back = state.fleet.set_standing(node, Standing.LIVE if budget is None else budget.standing)
     if (state.fleet.set_budget(node, budget) or is_back) and len(state.line):
-        for claim in state.fleet.claims_on(node):
-            wake_claim(state, claim, now, fx)
+        wake_claims(state, state.fleet.claims_on(node), now, fx)
         if is_back:
             wake_seatless(state, now, fx)
     return fx

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sortedcontainers import SortedList
 
@@ -117,14 +117,17 @@ class Line:
         self._promised.update(promise.claims)
         self._promised_bytes.update(dict.fromkeys(promise.nodes, promise.host_bytes))
 
-    def asks_for_none(self, workload: str) -> bool:
-        """A request is under way that names no claim: it is to found one."""
-        promise = self._promises.get(workload)
-        return promise is not None and not promise.claims
+    def promised_to(self, workload: str) -> Promise:
+        """What its request under way may take; ``NOTHING`` without one."""
+        return self._promises.get(workload, NOTHING)
 
     def promise_also(self, workload: str, claim: str, node: str) -> None:
-        """Keep a claim for one whose request is to found another: once that is answered, it is offered this one."""
-        self.promise(workload, Promise((claim,), frozenset((node,)), self._promises[workload].host_bytes))
+        """Keep a further claim for one whose request does not name it: it is offered this one if that is refused."""
+        held = self._promises[workload]
+        self._promises[workload] = replace(held, claims=(*held.claims, claim), nodes=held.nodes | {node})
+        self._promised[claim] += 1
+        if node not in held.nodes:
+            self._promised_bytes[node] += held.host_bytes
 
     def aim(self, workload: str, claim: str) -> None:
         """A request is under way, of a waiter or not, whose first candidate is ``claim``."""

@@ -9,7 +9,7 @@ Not here: why a workload waits (``fleet.why``), ends and failures (``endings``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import msgspec
@@ -69,37 +69,57 @@ def join_line(state: State, record: WorkloadRecord, now: float, fx: Effects, *, 
 
 
 def wake_claim(state: State, claim: str, now: float, fx: Effects) -> None:
-    """Offer the room of a claim to the first in line that it fits, never to a later one before them."""
-    record = state.fleet.claims.get(claim)
-    if record is None or record.state is not ClaimState.ALLOCATED or not len(state.line):
-        return
-    if state.fleet.is_leaving(claim):  # what changes the node's budget wakes the line
-        return
+    """Offer the room of a claim to the first in line that it fits, never to a later one before them.
+
+    It is kept for one of them whose request under way may be refused, as when a claim goes away in the moment in which
+    this one comes free; up to as many as a request names, or each answer would go through all that is free.
+    """
     free = state.fleet.seats_free(claim)
     room = PROMISES_MAX if free is None else free
-
-    def fits(group: Group) -> bool:
-        return state.fleet.refusal(claim, Need(group.shape, "")) == ""
-
-    for workload in state.line.waiting(fits):
+    for workload in _takers(state, claim, now):
         if state.line.promised(claim) >= room:
             return
-        founds = state.line.asks_for_none(workload)
-        if (state.line.busy(workload) and not founds) or _was_refused(state, workload, claim, now):
-            continue
-        waiter = state.workloads[workload]
-        wanted = need(waiter, now)
-        if state.fleet.refusal(claim, wanted):
-            continue
-        if not _memory_is_left(state, claim, workload, wanted):
+        waiter, node = state.workloads[workload], state.fleet.claims[claim].node
+        has_memory = node in state.line.promised_to(workload).nodes
+        if not has_memory and not _memory_is_left(state, claim, workload, need(waiter, now)):
             return
-        if founds:
-            state.line.promise_also(workload, claim, record.node)
+        if state.line.busy(workload):
+            state.line.promise_also(workload, claim, node)
             continue
         candidates = [each for each in _candidates(state, waiter, now) if not _was_refused(state, workload, each, now)]
         if claim not in candidates:
             candidates = [*candidates[: CANDIDATES_MAX - 1], claim]
         _request(state, waiter, tuple(candidates), now, fx)
+
+
+def wake_claims(state: State, claims: Iterable[str], now: float, fx: Effects) -> None:
+    """Offer the room of several claims at once, first what the first in line would take.
+
+    A request names all that is not promised: a later waiter would be offered with its claim the one that an earlier
+    waiter is to be offered next.
+    """
+    first = {claim: taker for claim in dict.fromkeys(claims) if (taker := next(_takers(state, claim, now), None))}
+    for claim in sorted(first, key=lambda claim: state.line.place(first[claim])):
+        wake_claim(state, claim, now, fx)
+
+
+def _takers(state: State, claim: str, now: float) -> Iterator[str]:
+    """Waiters that a claim may be offered to, or kept for, first in line first. The line may change meanwhile."""
+    record = state.fleet.claims.get(claim)
+    if record is None or record.state is not ClaimState.ALLOCATED or not len(state.line):
+        return
+    if state.fleet.is_leaving(claim):  # what changes the node's budget wakes the line
+        return
+
+    def fits(group: Group) -> bool:
+        return state.fleet.refusal(claim, Need(group.shape, "")) == ""
+
+    for workload in state.line.waiting(fits):
+        held = state.line.promised_to(workload).claims
+        if claim in held or len(held) >= CANDIDATES_MAX or _was_refused(state, workload, claim, now):
+            continue
+        if not state.fleet.refusal(claim, need(state.workloads[workload], now)):
+            yield workload
 
 
 def wake_seatless(state: State, now: float, fx: Effects, *, after: Place | None = None) -> None:
@@ -157,9 +177,8 @@ def _offer_again(
     state: State, promise: Promise, short: frozenset[str], now: float, fx: Effects, *, booked: str = ""
 ) -> None:
     of_nodes = [claim for node in sorted(short) for claim in state.fleet.claims_on(node)]
-    for claim in dict.fromkeys([*promise.claims, *of_nodes]):
-        if claim != booked or state.fleet.limit == 0:
-            wake_claim(state, claim, now, fx)
+    freed = [claim for claim in (*promise.claims, *of_nodes) if claim != booked or state.fleet.limit == 0]
+    wake_claims(state, freed, now, fx)
 
 
 def note_refusals(state: State, workload: str, claims: list[str], now: float) -> None:

@@ -31,7 +31,7 @@ from openrl_common.records import (
     WorkloadPhase,
 )
 from openrl_placement import core, explain
-from openrl_placement.fleet import Fleet
+from openrl_placement.fleet import CANDIDATES_MAX, Fleet
 from openrl_placement.pairs import HALF_SEATED_S
 from openrl_placement.state import State
 from unit.placement.desk import Desk, Policy, allocated, entry, node
@@ -266,6 +266,81 @@ def test_W1_host_memory_promised_on_one_claim_is_not_offered_on_another_of_its_n
         )  # fmt: skip
     (move,) = it.take(SeatRequested)
     assert (move.workload, move.candidates) == (sampler("tiny"), ("small", "large"))
+
+
+def two_full_claims(*, host_gib: float = 0) -> Desk:
+    """Claims ``c1`` and ``c2`` of one node, one seat each; ``first`` and ``second`` wait, in this order."""
+    it = Desk(limit=1)
+    it.node(node(devices=2, host_gib=host_gib))
+    for claim in ("c1", "c2"):
+        it.claim(claim, allocated({claim: entry(f"w-{claim}", host_gib=8)}))
+    queue(it, "first", host_gib=8)
+    queue(it, "second", host_gib=8)
+    return it
+
+
+def refuse(it: Desk, request: SeatRequested) -> None:
+    it.event(
+        SeatRefused(
+            tenant="default", workload=request.workload, incarnation=request.incarnation, attempt=request.attempt,
+            code="no-candidate", message="lost", refusals=dict.fromkeys(request.candidates, "the claim is gone"),
+        )
+    )  # fmt: skip
+
+
+def test_W1_what_comes_free_while_the_first_in_line_is_asking_is_kept_in_case_its_claim_has_gone() -> None:
+    """Its claim went away before its request came there; the other came free meanwhile, and a later waiter got it."""
+    it = two_full_claims()
+    it.claim("c1", allocated({}))
+    (move,) = it.take(SeatRequested)
+    assert (move.workload, move.candidates) == (sampler("first"), ("c1",))
+    it.claim("c2", allocated({}))
+    it.submit("late")
+    assert [each for each in it.take(SeatRequested) if each.candidates] == []
+    it.claim("c1", None)
+    refuse(it, move)
+    (again,) = it.take(SeatRequested)
+    assert (again.workload, again.candidates) == (sampler("first"), ("c2",))
+
+
+def test_W1_what_was_kept_goes_to_the_next_in_line_once_the_first_has_its_seat() -> None:
+    it = two_full_claims()
+    it.claim("c1", allocated({}))
+    (move,) = it.take(SeatRequested)
+    it.claim("c2", allocated({}))
+    it.book(move, "c1")
+    (second,) = it.take(SeatRequested)
+    assert second.workload == trainer("first")
+    assert "c2" in second.candidates
+
+
+def test_W1_P6_one_nodes_memory_is_promised_once_to_one_waiter_on_however_many_of_its_claims() -> None:
+    it = two_full_claims(host_gib=10)
+    it.budget("n1", NodeBudget(entries={}))
+    it.claim("c1", allocated({}))
+    (move,) = it.take(SeatRequested)
+    it.claim("c2", allocated({}))
+    assert it.state.line.promised_to(move.workload).claims == ("c1", "c2")
+    assert it.state.line.promised_bytes("n1") == 8 * GIB
+    refuse(it, move)
+    (again,) = it.take(SeatRequested)
+    assert (again.workload, again.candidates) == (sampler("first"), ("c2",)), "its own promise is in nobody's way"
+    refuse(it, again)
+    assert it.state.line.promised_bytes("n1") == 8 * GIB, "it went to the next in line"
+
+
+def test_W1_at_most_as_many_claims_as_a_request_names_are_kept_for_one_waiter() -> None:
+    """Or every answer to a waiter would go through all that came free in a great burst."""
+    it = Desk(limit=1)
+    claims = [f"c{index:02}" for index in range(CANDIDATES_MAX + 1)]
+    it.node(node(devices=len(claims)))
+    for claim in claims:
+        it.claim(claim, allocated({claim: entry(f"w-{claim}")}))
+    queue(it, "first")
+    for claim in claims:
+        it.claim(claim, allocated({}))
+    asked = [(each.workload, each.candidates) for each in it.take(SeatRequested)]
+    assert asked == [(sampler("first"), ("c00",)), (trainer("first"), (claims[-1],))]
 
 
 def test_W1_a_large_waiter_at_the_head_does_not_stop_a_small_one() -> None:
