@@ -57,7 +57,16 @@ from openrl_placement.state import (
     with_reason,
     without_reason,
 )
-from openrl_placement.waiting import ask, found_anew, join_line, note_refusals, settle, wake_claim, wake_claims, wake_seatless
+from openrl_placement.waiting import (
+    ask,
+    found_anew,
+    join_line,
+    note_refusals,
+    settle,
+    wake_claim,
+    wake_claims,
+    wake_seatless,
+)
 
 SWEEP_AFTER_S = 5.0
 """Nodes of one fleet come in one after the other: only after this is an early submission called impossible."""
