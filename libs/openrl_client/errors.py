@@ -30,7 +30,14 @@ EXIT_TIMED_OUT = 4
 EXIT_UNREACHABLE = 5
 EXIT_INTERRUPTED = 130
 
-_CODES = {"impossible": EXIT_IMPOSSIBLE, "placement-timeout": EXIT_TIMED_OUT, "usage": EXIT_USAGE}
+_CODES = {
+    "impossible": EXIT_IMPOSSIBLE,
+    "placement-timeout": EXIT_TIMED_OUT,
+    "usage": EXIT_USAGE,
+    "bad-name": EXIT_USAGE,
+    "bad-spec": EXIT_USAGE,
+}
+"""What is wrong as it was written is usage, whether click sees it or the name's rule, a job file or placement does."""
 
 
 class TimedOut(Transient):

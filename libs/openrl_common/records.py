@@ -15,6 +15,9 @@ class Role(StrEnum):
     SAMPLER = "sampler"
 
 
+ENGINES = ("auto", "torch", "vllm", "vllm-cpu")
+"""What a job may name as its sampler's engine. ``auto`` is torch. ``vllm-cpu`` is vllm on a CPU: it cannot leave its
+device, so its seat is exclusive (P7)."""
 ENGINES_THAT_CANNOT_PARK = frozenset({"vllm-cpu"})
 """Sampler engines that cannot leave a device and come back (T5): vLLM has no sleep mode on its CPU platform. Their
 workloads are exclusive from the estimate on, so that nobody ever waits for them to yield (P7)."""

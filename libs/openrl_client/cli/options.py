@@ -12,7 +12,7 @@ import msgspec
 
 from openrl_client.errors import Rejected
 from openrl_common.names import check_job
-from openrl_common.records import DEVICES_MAX, JobKind, JobSpec, LoraSpec
+from openrl_common.records import DEVICES_MAX, ENGINES, JobKind, JobSpec, LoraSpec
 
 if TYPE_CHECKING:
     from openrl_client.recipes import RecipeSettings
@@ -68,7 +68,7 @@ _EXCLUSIVE = click.option(
 _PRIORITY = click.option(
     "--priority", type=click.IntRange(-1000, 1000), help="Higher goes first in the waiting line. [default: 0]"
 )
-_ENGINE = click.option("--engine", help="Sampling engine: auto, torch, vllm, vllm-cpu. [default: auto]")
+_ENGINE = click.option("--engine", type=click.Choice(ENGINES), help="Sampling engine. [default: auto]")
 _TRAINER_DEVICES = click.option(
     "--trainer-devices",
     type=click.IntRange(1, DEVICES_MAX),

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from openrl_client.errors import EXIT_FAILED, EXIT_INTERRUPTED, OpenRLError, exit_code
+from openrl_common.records import ENGINES
 
 
 @click.command()
@@ -26,7 +27,7 @@ from openrl_client.errors import EXIT_FAILED, EXIT_INTERRUPTED, OpenRLError, exi
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
     "--engine",
-    type=click.Choice(["auto", "torch", "vllm", "vllm-cpu"]),
+    type=click.Choice(ENGINES),
     default="auto",
     show_default=True,
     help="Sampling engine; with vllm two jobs on four devices (from .venv-vllm: make setup-vllm).",

@@ -23,7 +23,16 @@ import msgspec
 
 from openrl_common.errors import Rejected
 from openrl_common.quantities import GIB
-from openrl_common.records import DEVICES_MAX, ENGINES_THAT_CANNOT_PARK, JobKind, JobSpec, Overrides, Role, Shape
+from openrl_common.records import (
+    DEVICES_MAX,
+    ENGINES,
+    ENGINES_THAT_CANNOT_PARK,
+    JobKind,
+    JobSpec,
+    Overrides,
+    Role,
+    Shape,
+)
 from openrl_common.tensors import INDEX_NAME, SINGLE_NAME, read_checkpoint
 
 _CONFIG_BYTES_MAX = 4 * 1024 * 1024
@@ -331,7 +340,6 @@ def _sampler_figures(spec: JobSpec, model: Model, constants: Constants) -> dict[
 LORA_RANKS = (16, 32, 64, 128, 256, 512)
 """Maximum ranks of LoRA runtimes: a job joins one of the smallest that holds its rank, so that runtimes are shared."""
 DTYPES = ("auto", "float32", "bfloat16")
-ENGINES = ("auto", "torch", "vllm", "vllm-cpu")
 PRIORITY_MAX = 1_000
 PATH_CHARACTERS_MAX = 4_096
 _TAGS_MAX = 32

@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING
 
 from openrl_common.errors import Rejected
 from openrl_common.quantities import GIB
-from openrl_common.records import WorkloadRecord
+from openrl_common.records import ENGINES, WorkloadRecord
 from openrl_sampler.engine import Engine
 
 if TYPE_CHECKING:  # torch is imported in the engine's thread, not here
     from openrl_sampler.compile_cache import CompileCache
     from openrl_sampler.vllm_options import VllmOptions
-
-ENGINES = ("auto", "torch", "vllm", "vllm-cpu")
-"""``auto`` is torch. ``vllm-cpu`` is vllm on a CPU: it cannot leave its device, so its seat is exclusive (P7)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

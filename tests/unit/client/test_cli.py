@@ -46,6 +46,8 @@ GIB = 1 << 30
     [
         (Rejected("no", code="duplicate-name"), 1),
         (JobEndedError("no", code="worker-failed"), 1),
+        (Rejected("no", code="bad-name"), 2),
+        (Rejected("no", code="bad-spec"), 2),
         (Rejected("no", code="impossible"), 3),
         (JobEndedError("no", code="impossible"), 3),
         (TimedOut("late"), 4),
@@ -68,7 +70,13 @@ def test_exit_code_says_what_kind_of_failure_it_was(error: BaseException, code: 
         (["run", "sft", "--kind", "lora", "--task", "letters:sort"], 2, "--model is missing"),
         (["submit", "--name", "x", "--model", "/m", "--kind", "fft", "--rank", "8"], 2, "--rank and --alpha"),
         (["submit", "--name", "x", "--model", "/m", "--kind", "fft", "--trainer-devices", "0"], 2, "1<=x<=64"),
-        (["submit", "--name", "Bad_Name", "--model", "/m", "--kind", "fft"], 1, "'Bad_Name'"),
+        (["submit", "--name", "Bad_Name", "--model", "/m", "--kind", "fft"], 2, "'Bad_Name'"),
+        (
+            ["submit", "--name", "x", "--model", "/m", "--kind", "fft", "--engine", "foo"],
+            2,
+            "'foo' is not one of 'auto', 'torch', 'vllm'",
+        ),
+        (["get", "jobs", "--tenant", "Bad_Tenant", "--nats-url", "nats://127.0.0.1:1"], 2, "'Bad_Tenant'"),
         (["wait", "x", "--timeout", "-3"], 2, "--timeout"),
         (["run", "sft", "--task", "letters:sort", "--learning-rate", "nan"], 2, "'nan' is not a finite number above 0"),
         (["run", "sft", "--task", "letters:sort", "--alpha", "inf"], 2, "'inf' is not a finite number above 0"),
