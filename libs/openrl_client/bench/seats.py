@@ -135,7 +135,8 @@ class SeatsReport(msgspec.Struct, frozen=True, kw_only=True):
         grants_per_s: saturated: JobSubmitted sent → SeatBooked stored, seats over the time from first to last.
         p50_ms, p99_ms: the same, at ``rate_per_s`` grants a second; ``sent_per_s`` is what was really sent.
         curve: the same at other rates.
-        impossible_s: the longest that a job no node could hold waited for its answer, under load.
+        impossible_s: the longest that a job no node could hold waited for its answer, under any of these loads;
+            ``impossible_paced_s`` without the saturated one, where it stands behind ``window`` others.
         wake_p50_ms, wake_p99_ms: WorkerGone sent → SeatBooked of the first in line stored, ``waiting`` in line.
         burst_s: ``wakes`` seats freed at once → the last of them booked.
         wakes_out_of_order: freed seats that went to a later one than the first in line; of those freed at once, to one
@@ -156,6 +157,7 @@ class SeatsReport(msgspec.Struct, frozen=True, kw_only=True):
     sent_per_s: float
     curve: list[CurvePoint]
     impossible_s: float
+    impossible_paced_s: float
     wake_p50_ms: float
     wake_p99_ms: float
     wakes: int
@@ -200,11 +202,12 @@ async def measure(plan: Plan, *, progress: Progress) -> SeatsReport:
     async with _system(plan, place, progress) as (system, load):
         full = await _saturate(system, load, plan, progress)
         memory = {name: memory_of(pid) for name, pid in system.pids.items()}
-        paced = await load.pace(plan.num_paced, grants_per_s=plan.rate_per_s)
+        async with _probing(load) as told_paced:
+            paced = await load.pace(plan.num_paced, grants_per_s=plan.rate_per_s)
         progress(f"paced: p99 {milliseconds(percentile(paced.latencies_s, 99))} ms at {plan.rate_per_s:g}/s")
         curve = [await _point(load, plan, rate_per_s, progress) for rate_per_s in sorted(plan.curve_rates_per_s)]
         line = await _fill_line(system, load, plan, progress)
-        impossible = [*full.impossible_s, await load.impossible()]
+        told_paced.append(await load.impossible())
         wakes, burst_s, out_of_order = await _wake(load, line, plan.num_wakes)
         progress(
             f"woken: p99 {milliseconds(percentile(wakes, 99))} ms with {plan.num_waiting} waiting; "
@@ -226,7 +229,8 @@ async def measure(plan: Plan, *, progress: Progress) -> SeatsReport:
         rate_per_s=plan.rate_per_s,
         sent_per_s=round((len(sent) - 2) / max(1e-9, sent[-1] - sent[0]), 1),
         curve=curve,
-        impossible_s=round(max(impossible), 4),
+        impossible_s=round(max(full.impossible_s + told_paced), 4),
+        impossible_paced_s=round(max(told_paced), 4),
         wake_p50_ms=milliseconds(percentile(wakes, 50)),
         wake_p99_ms=milliseconds(percentile(wakes, 99)),
         wakes=len(wakes),
@@ -285,22 +289,10 @@ async def _fleet_is_seen(bus: Bus, num_claims: int) -> None:
 
 
 async def _saturate(system: LocalSystem, load: Load, plan: Plan, progress: Progress) -> _Saturated:
-    impossible: list[float] = []
-
-    async def probe() -> None:
-        while True:
-            await asyncio.sleep(_IMPOSSIBLE_EVERY_S)
-            impossible.append(await load.impossible())
-
     pids = {**system.pids, "bench": os.getpid()}
     before, busy_s, began = {name: cpu_seconds(pid) for name, pid in pids.items()}, machine_busy_s(), time.monotonic()
-    probing = asyncio.create_task(probe())
-    try:
+    async with _probing(load) as impossible:
         tally = await load.saturate(plan.num_saturated, window=plan.window)
-    finally:
-        probing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await probing
     spent = {name: cpu_seconds(pid) - before[name] for name, pid in pids.items()}
     others_s = machine_busy_s() - busy_s - sum(spent.values())
     others = max(0.0, others_s) / (time.monotonic() - began)
@@ -309,6 +301,25 @@ async def _saturate(system: LocalSystem, load: Load, plan: Plan, progress: Progr
         f"with {plan.num_claims} claims; other processes took {others:.1f} cores meanwhile"
     )
     return _Saturated(tally, spent, impossible, others)
+
+
+@contextlib.asynccontextmanager
+async def _probing(load: Load) -> AsyncIterator[list[float]]:
+    """Submit a job that no node could hold again and again; seconds until each was told."""
+    told: list[float] = []
+
+    async def probe() -> None:
+        while True:
+            await asyncio.sleep(_IMPOSSIBLE_EVERY_S)
+            told.append(await load.impossible())
+
+    probing = asyncio.create_task(probe())
+    try:
+        yield told
+    finally:
+        probing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await probing
 
 
 async def _point(load: Load, plan: Plan, rate_per_s: float, progress: Progress) -> CurvePoint:
