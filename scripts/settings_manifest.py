@@ -1,4 +1,5 @@
-"""Write ``deploy/base/settings/*.env``: every setting of every service with its default, or what a cluster needs (K8).
+"""Write ``deploy/base/settings/*.env``: every setting of every service with its default, or what a cluster needs (K8);
+and ``variables.txt`` of openrl_common: the names of all variables, so that one that is none is said (E19).
 
 ``--check`` writes nothing and fails when a file differs: a new flag shows in the manifests, or the build says so.
 """
@@ -11,6 +12,9 @@ import sys
 from pathlib import Path
 
 import click
+
+from openrl_client.cli import cli
+from openrl_common import variables
 
 FOLDER = Path(__file__).resolve().parent.parent / "deploy" / "base" / "settings"
 SERVICES = {
@@ -42,6 +46,8 @@ SET_BY_LAUNCHER = {
     "OPEN_RL_HOME", "OPEN_RL_HEALTH_HOST", "OPEN_RL_HEALTH_PORT", "OPEN_RL_START_GATE_WAIT",
 }  # fmt: skip
 """In each worker's pod; a config map that set them would be overruled."""
+MARKS = {"OPEN_RL_SERVICE", "OPEN_RL_CLAIM", "OPEN_RL_OWNER"}
+"""Not settings: what a process or a pod says of itself to others."""
 
 
 def text(service: str) -> str:
@@ -67,14 +73,30 @@ def text(service: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def known_variables() -> str:
+    """Every variable that some service or command reads, or that OpenRL itself sets, one a line."""
+    commands = [importlib.import_module(f"{package}.__main__").main for of in SERVICES.values() for package in of]
+    return "".join(f"{name}\n" for name in sorted(MARKS.union(*map(_variables_of, [cli, *commands]))))
+
+
+def _variables_of(command: click.Command) -> set[str]:
+    names = {each.envvar for each in command.params if isinstance(each, click.Option) and isinstance(each.envvar, str)}
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            assert inner is not None
+            names |= _variables_of(inner)
+    return names
+
+
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--check", action="store_true")
     check = arguments.parse_args().check
     stale = []
-    for service in SERVICES:
-        path = FOLDER / f"{service}.env"
-        wanted = text(service)
+    files = {FOLDER / f"{service}.env": text(service) for service in SERVICES}
+    for path, wanted in (files | {variables.FILE: known_variables()}).items():
         if path.exists() and path.read_text() == wanted:
             continue
         if check:

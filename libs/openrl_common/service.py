@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
@@ -28,6 +29,7 @@ from openrl_common.bus import Bus
 from openrl_common.bus_metrics import export_bus
 from openrl_common.errors import Bug, OpenRLError, Rejected, Unreachable
 from openrl_common.health import Check, HealthServer, Heartbeat, check
+from openrl_common.variables import unknown_variables
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +93,8 @@ def collect_seldom() -> None:
 def run(service: str, config: ServiceSettings, body: Body, *, instance: str = "") -> int:
     """Run ``body`` as a service process; returns the exit code (0 ended or asked to, 1 failed, 2 usage, 5 no NATS)."""
     telemetry.configure_logging(service, level=config.log_level, log_format=config.log_format)
+    for line in unknown_variables(os.environ):
+        log.warning("%s", line)
     stop_tracing: Callable[[], None] = lambda: None  # noqa: E731
     try:
         stop_tracing = telemetry.configure_tracing(service, instance=instance)

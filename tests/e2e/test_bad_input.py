@@ -16,11 +16,16 @@ from e2e.conftest import SETTINGS
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120)]
 
 
+TYPO = {"OPEN_RL_MAX_SEAT_PER_CLAIM": "2"}
+MEANT = "OPEN_RL_MAX_SEAT_PER_CLAIM is set, and nothing reads it: did you mean OPEN_RL_MAX_SEATS_PER_CLAIM?"
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     home = tmp_path_factory.mktemp("up")
-    done = openrl(home, "up")
+    done = openrl(home, "up", **TYPO)
     assert done.returncode == 0, done.stderr
+    assert one_line(done.stderr) == f"openrl: {MEANT}"
     yield home
     assert openrl(home, "down").returncode == 0
 
@@ -94,6 +99,14 @@ def test_a_bad_seat_limit_stops_the_start_and_names_the_setting(tmp_path: Path, 
         assert "max-seats-per-claim" in done.stderr
         assert value in done.stderr
         assert not (tmp_path / "home" / "up.json").exists()
+
+
+@pytest.mark.parametrize("service", ["ledger", "placement", "launcher"])
+def test_E19_a_variable_that_nothing_reads_is_said_once_by_every_service(home: Path, service: str) -> None:
+    """And by ``openrl up``, which goes on all the same (the fixture)."""
+    log = (home / "logs" / f"{service}.log").read_text()
+    assert log.count(MEANT) == 1
+    assert log.count("nothing reads it") == 1
 
 
 def test_doctor_finds_nothing_wrong_with_a_system_that_has_just_been_started(home: Path) -> None:

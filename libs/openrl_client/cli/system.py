@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from openrl_common import settings
+from openrl_common.variables import unknown_variables
 
 # What the services read from the environment: each flag here becomes its OPEN_RL_* variable there.
 SERVICE_SETTINGS = (
@@ -44,6 +45,8 @@ def up(home: Path, nats_port: int, foreground: bool, **parameters: Any) -> None:
     from openrl_client.supervisor import down as stop
     from openrl_client.supervisor import up as start
 
+    for line in unknown_variables(os.environ):
+        click.echo(f"openrl: {line}", err=True)
     try:
         info = start(
             home,
