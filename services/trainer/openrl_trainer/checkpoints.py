@@ -3,8 +3,11 @@
     <home>/checkpoints/<tenant>/<job>/<incarnation>/
         <seq>-<sha256>.safetensors     a state file (state_file.py): every entry up to ``seq`` is in it
         <seq>-<sha256>.json            its Mark: where the log goes on, which weights version is the newest
-        load-<seq>.safetensors         the very file that the load_state of entry ``seq`` read (a hard link): the named
-                                       state may be replaced or deleted since, and the replay needs it
+        load-<seq>.safetensors         the very file that the load_state of entry ``seq`` read (a hard link, or a copy where
+                                       none can be): the named state may be replaced or deleted since, and the replay
+                                       needs it
+        delete-<seq>.note              entry ``seq`` has found the state that it removes: when it is broken off and
+                                       comes again, that is gone by its own hand
 
 Invariants: the state file is written and fsynced under a temporary name and renamed; the mark, which comes last and the
 same way, makes it a checkpoint; the name has its SHA-256, so that a damaged one is known and the one before it is used;
@@ -15,6 +18,7 @@ Not here: when (cadence.py), trimming the log (checkpointer.py).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -27,7 +31,7 @@ from torch import Tensor
 from openrl_common.errors import Rejected
 from openrl_common.records import Record, StateInfo
 from openrl_common.weights import hash_file
-from openrl_trainer.files import disk_errors, fsync_path, replace_file
+from openrl_trainer.files import copy_file, disk_errors, fsync_path, replace_file
 from openrl_trainer.state_file import State, read_state, write_state
 
 log = logging.getLogger(__name__)
@@ -114,21 +118,43 @@ def pin_load(directory: Path, seq: int, source: Path) -> Path:
     with disk_errors(pinned):
         directory.mkdir(parents=True, exist_ok=True)
         if not pinned.exists() and source.is_file():
-            os.link(source, pinned)
+            try:
+                os.link(source, pinned)
+            except OSError as error:  # another file system, one without hard links, somebody else's file
+                log.info("%s cannot be linked (%s), it is copied", source, error.strerror)
+                copy_file(source, pinned)
             fsync_path(directory)
     return pinned if pinned.exists() else source
 
 
+def finds_for_removal(directory: Path, seq: int, source: Path) -> bool:
+    """Whether entry ``seq`` has a ``source`` to remove: it stands, or stood when the entry was applied first (E6).
+
+    Called before the removal. A disk that takes no note is no reason to keep what would make room on it.
+    """
+    note = directory / f"delete-{seq:012d}.note"
+    if note.exists():
+        return True
+    found = source.exists()
+    if found:
+        with contextlib.suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+            replace_file(note, b"")
+    return found
+
+
 def clean(directory: Path) -> None:
-    """Drop checkpoints but the newest ``KEPT``, loads that only they needed, and what killed writers left."""
+    """Drop checkpoints but the newest ``KEPT``, what only the log before them needed, and what killed writers left."""
     standing = _marked(directory)
     kept = {path.stem for path, _ in standing[:KEPT]}
     oldest = min((mark.seq for _, mark in standing[:KEPT]), default=0)
     for path in directory.glob("*"):
-        seq = path.stem.rpartition("load-")[2]
-        stale_load = path.stem.startswith("load-") and seq.isdigit() and int(seq) <= oldest
-        stale = path.suffix in (".safetensors", ".json") and not path.stem.startswith("load-") and path.stem not in kept
-        if stale or stale_load or path.suffix == ".writing":
+        kind, _, seq = path.stem.rpartition("-")
+        if kind in ("load", "delete"):
+            stale = seq.isdigit() and int(seq) <= oldest
+        else:
+            stale = path.suffix in (".safetensors", ".json") and path.stem not in kept
+        if stale or path.suffix == ".writing":
             path.unlink(missing_ok=True)
 
 

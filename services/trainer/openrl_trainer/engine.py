@@ -44,7 +44,7 @@ from openrl_common.wire import (
     TrainResult,
 )
 from openrl_trainer.batch import check_data
-from openrl_trainer.checkpoints import checkpoint_directory, pin_load, pinned_load
+from openrl_trainer.checkpoints import checkpoint_directory, finds_for_removal, pin_load, pinned_load
 from openrl_trainer.files import disk_errors
 from openrl_trainer.losses import check_loss
 from openrl_trainer.memory_model import is_out_of_memory, memory_model
@@ -461,10 +461,12 @@ class TrainEngine:
         return TrainResult(seq=request.seq, metrics={"state_seq": float(found[1].seq)} if found else {})
 
     def _delete_state(self, request: DeleteState) -> TrainResult:
-        with disk_errors(state_path(self._settings.home, self.job.tenant, self.job.job, request.name)):
-            found = delete_state(self._settings.home, self.job.tenant, self.job.job, request.name)
-        if not found:
-            raise Rejected(f"delete_state: this job has no state {request.name!r}", code="state-missing")
+        named = state_path(self._settings.home, self.job.tenant, self.job.job, request.name)
+        directory = checkpoint_directory(self._settings.home, self.job.tenant, self.job.job, self.job.incarnation)
+        with disk_errors(named):
+            if not finds_for_removal(directory, request.seq, named):
+                raise Rejected(f"delete_state: this job has no state {request.name!r}", code="state-missing")
+            delete_state(self._settings.home, self.job.tenant, self.job.job, request.name)
         return TrainResult(seq=request.seq)
 
 

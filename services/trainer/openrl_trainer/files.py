@@ -90,3 +90,14 @@ def replace_file(path: Path, body: bytes) -> None:
         os.fsync(file.fileno())
     os.replace(temporary, path)
     fsync_path(path.parent)
+
+
+def copy_file(source: Path, path: Path) -> None:
+    """Make ``path`` a copy of ``source``, whole or not at all. The caller makes the entry of its directory last."""
+    temporary = path.with_name(f"{path.name}.writing")
+    try:
+        shutil.copyfile(source, temporary)
+        fsync_path(temporary)
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -19,8 +19,9 @@ import pytest
 
 from openrl_common.deltas import read_chain
 from openrl_common.records import LoraSpec
+from openrl_common.states import state_path
 from openrl_common.weights import verify_files
-from openrl_common.wire import LoadState, SaveState, SaveWeights
+from openrl_common.wire import DeleteState, LoadState, SaveState, SaveWeights
 from openrl_trainer.checkpoints import Mark, checkpoint_directory, marks, read_newest, write_checkpoint
 from openrl_trainer.engine import EngineSettings, JobSettings, TrainEngine
 from openrl_trainer.model import BaseModel, prepare_torch
@@ -167,3 +168,26 @@ def test_death_at_any_call_or_byte_leaves_what_stood_and_the_next_writer_succeed
     look(engine)
     leftovers = [path for path in engine._settings.home.rglob("*writing*") if path.exists()]
     assert leftovers == [], "the next writer clears what killed ones left"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("engine", ["lora"], indirect=True)
+def test_a_removal_broken_off_at_any_call_is_answered_as_done_when_it_comes_again_E6_R4(engine: TrainEngine) -> None:
+    """The state was gone by the request's own hand, and the request said `state-missing`."""
+    path, seq, deaths = state_path(engine._settings.home, "default", "job", "s"), 30, 0
+    for after in (False, True):
+        call, code = 0, DIED
+        while code != FINISHED:
+            call, seq = call + 1, seq + 1
+            state(engine)
+            request = DeleteState(seq=seq, incarnation=7, name="s")
+            code = in_child(lambda call=call, after=after, it=request: (die_at(call, after=after), engine.apply(it)))  # type: ignore[misc]
+            assert code in (DIED, FINISHED)
+            assert engine.apply(request).result.error is None, f"died at call {call}, {after=}"
+            assert not path.exists()
+            deaths += code == DIED
+    assert deaths >= 2 * 2, "it notes what it found, and removes it"
+    refused = engine.apply(DeleteState(seq=seq + 1, incarnation=7, name="s")).result.error
+    assert refused is not None
+    assert refused.code == "state-missing"

@@ -131,6 +131,34 @@ async def test_states_are_saved_listed_and_deleted_in_the_order_of_the_log_R4(wo
 
 
 @pytest.mark.timeout(240)
+async def test_a_trainer_killed_between_a_removal_and_its_result_answers_it_as_done_E6_R4(
+    world: World, trainers: Trainers
+) -> None:
+    """The bucket takes no result; killed then, the next life finds the state gone, by this very request."""
+    workload = await tune(world, trainers)
+    assert (await world.ask("tune", SaveState(seq=1, incarnation=7, name="best"))).error is None
+    path = world.home / "state/default/tune/best.safetensors"
+    jetstream = world.bus.jetstream
+    results = (await jetstream.stream_info("KV_openrl_results")).config
+    await jetstream.update_stream(results.evolve(max_bytes=1))
+    await world.send("tune", DeleteState(seq=2, incarnation=7, name="best"))
+
+    async def removed() -> bool:
+        return not path.exists()
+
+    await until(removed)
+    await trainers.kill()
+    assert world.answers.empty()
+    await jetstream.update_stream(results)
+    await trainers.begin(workload)
+    answers = [await world.answer() for _ in range(2)]  # of the last stored one again: it may never have left
+    assert [(answer.seq, answer.error) for answer in answers] == [(1, None), (2, None)]
+    missing = await world.ask("tune", DeleteState(seq=3, incarnation=7, name="best"))
+    assert missing.error is not None
+    assert missing.error.code == "state-missing"
+
+
+@pytest.mark.timeout(240)
 async def test_a_state_that_is_lost_is_told_to_every_asker_and_never_guessed_R5_R6(
     world: World, trainers: Trainers
 ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +19,7 @@ from openrl_common.errors import Rejected
 from openrl_common.records import LoraSpec
 from openrl_common.states import list_states, state_path
 from openrl_common.wire import DeleteState, ListStates, LoadState, SaveState
+from openrl_trainer.checkpoints import Mark, checkpoint_directory, write_checkpoint
 from openrl_trainer.engine import TrainEngine
 from openrl_trainer.export import export
 from openrl_trainer.model import BaseModel
@@ -145,6 +149,63 @@ def test_a_load_is_replayed_from_the_very_file_it_read_whatever_became_of_the_na
         again = new_engine()
         again.apply(LoadState(seq=6, incarnation=7, name="s"), stored)
         assert all(torch.equal(tensor, again.parameters()[name]) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("reason", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
+def test_a_load_is_replayed_from_a_copy_where_there_are_no_hard_links_R5(
+    new_engine: Engines, monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    """What os.link raises on FUSE and some network file systems, on a file of another user, after 65,000 loads."""
+
+    def no_link(source: Path, target: Path) -> None:
+        raise OSError(reason, os.strerror(reason), str(source), None, str(target))
+
+    monkeypatch.setattr(os, "link", no_link)
+    _load_outlasts_the_state(new_engine)
+
+
+def test_a_load_is_replayed_from_a_copy_when_states_are_on_another_file_system_R5(
+    new_engine: Engines, tmp_path: Path
+) -> None:
+    """Such as a volume of states that is mounted under the trainers' home."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("no second file system")
+    with tempfile.TemporaryDirectory(dir=memory) as elsewhere:
+        (tmp_path / "state").symlink_to(elsewhere)
+        _load_outlasts_the_state(new_engine)
+
+
+def _load_outlasts_the_state(new_engine: Engines) -> None:
+    engine = trained(new_engine())
+    result = engine.apply(LoadState(seq=4, incarnation=7, name="s")).result
+    assert result.error is None
+    wanted = {name: tensor.clone() for name, tensor in engine.parameters().items()}
+    engine.apply(learn(5, random_data(5)))
+    engine.apply(step(6))
+    engine.apply(SaveState(seq=7, incarnation=7, name="s"))
+    assert engine.apply(DeleteState(seq=8, incarnation=7, name="s")).result.error is None
+    again = new_engine()
+    again.apply(LoadState(seq=4, incarnation=7, name="s"), result)
+    assert all(torch.equal(tensor, again.parameters()[name]) for name, tensor in wanted.items())
+
+
+def test_what_a_load_and_a_removal_keep_is_dropped_behind_the_checkpoint_that_has_them(
+    new_engine: Engines, tmp_path: Path
+) -> None:
+    engine = trained(new_engine())
+    engine.apply(LoadState(seq=4, incarnation=7, name="s"))
+    engine.apply(DeleteState(seq=5, incarnation=7, name="s"))
+    directory = checkpoint_directory(tmp_path, "default", "job", 7)
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "delete-000000000005.note",
+        "load-000000000004.safetensors",
+    ]
+    for seq in (4, 6, 7):  # the older of two is of entry 4, then of entry 6
+        mark = Mark(seq=seq, position=seq, version=0)
+        write_checkpoint(directory, mark, engine.copy_state(), engine.state_info(seq))
+        kept = {path.name.partition("-")[0] for path in directory.iterdir()} & {"load", "delete"}
+        assert kept == ({"delete"} if seq < 7 else set())
 
 
 def test_a_full_state_exports_as_a_model_that_from_pretrained_loads_bit_for_bit(
