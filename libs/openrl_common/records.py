@@ -596,6 +596,7 @@ class StateInfo(Record, frozen=True, kw_only=True):
 
     Attributes:
         seq: the last log entry whose effect is in it (04-R4).
+        base_fingerprint: of the base model's weights (the trainer's fingerprint.py); empty: not known.
         dtype: ``float32`` or ``bfloat16``: of the model that was trained.
         lora: the adapter's settings, None for full fine-tuning.
     """
@@ -605,6 +606,7 @@ class StateInfo(Record, frozen=True, kw_only=True):
     incarnation: int = 0
     seq: int = 0
     base_model: str = ""
+    base_fingerprint: str = ""
     dtype: str = ""
     lora: LoraSpec | None = None
 

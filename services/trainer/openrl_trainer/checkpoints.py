@@ -3,7 +3,7 @@
     <home>/checkpoints/<tenant>/<job>/<incarnation>/
         <seq>-<sha256>.safetensors     a state file (state_file.py): every entry up to ``seq`` is in it
         <seq>-<sha256>.json            its Mark: where the log goes on, which weights version is the newest
-        load-<seq>.safetensors         the very file that the load_state of entry ``seq`` read (a hard link, or a copy where
+        load-<seq>.safetensors         the very file that entry ``seq``, a load_state, read (a hard link; a copy where
                                        none can be): the named state may be replaced or deleted since, and the replay
                                        needs it
         delete-<seq>.note              entry ``seq`` has found the state that it removes: when it is broken off and

@@ -385,6 +385,7 @@ class TrainEngine:
             incarnation=self.job.incarnation,
             seq=seq,
             base_model=self.base.path,
+            base_fingerprint=self.base.fingerprint,
             dtype=str(self.base.model.dtype).removeprefix("torch."),
             lora=self.job.lora,
         )
@@ -451,7 +452,7 @@ class TrainEngine:
         def read() -> tuple[State, StateInfo]:
             source = pin_load(directory, request.seq, named)
             try:
-                return read_state(source, self.parameters())
+                return read_state(source, self.parameters(), self.base)
             except Rejected:
                 pinned_load(directory, request.seq).unlink(missing_ok=True)
                 raise

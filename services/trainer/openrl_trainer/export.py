@@ -33,8 +33,8 @@ def export(state: Path, out: Path, *, adapter_alone: bool = False) -> None:
     """Write the directory.
 
     Raises:
-        Rejected: ``exists``, ``no-adapter``, ``model-not-found`` (the base model has moved), ``bad-state``,
-            ``disk-full``, ``write-failed``.
+        Rejected: ``exists``, ``no-adapter``, ``model-not-found`` (the base model has moved), ``bad-state``
+            (another is in its place), ``disk-full``, ``write-failed``.
     """
     info = read_info(state)
     if out.exists():
@@ -54,7 +54,7 @@ def export(state: Path, out: Path, *, adapter_alone: bool = False) -> None:
     base = _load(info)
     adapter = _ADAPTER if info.lora is not None else ""
     parameters = dict[str, torch.Tensor](base.trainable(adapter))
-    kept, _ = read_state(state, parameters)
+    kept, _ = read_state(state, parameters, base)
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(kept["parameter"][name])

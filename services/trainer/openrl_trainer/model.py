@@ -26,6 +26,7 @@ from openrl_common.arriving import load_arriving
 from openrl_common.errors import Rejected
 from openrl_common.prefetch import Prefetch
 from openrl_common.records import LoraSpec
+from openrl_trainer.fingerprint import fingerprint
 from openrl_trainer.losses import chunked_logprobs
 from openrl_trainer.model_path import check_model_path
 
@@ -85,6 +86,7 @@ class BaseModel:
 
     Attributes:
         model: the transformers model (peft changes its layers in place, the object stays).
+        fingerprint: of the weights at ``path`` (fingerprint.py), as they were loaded.
         length_max: tokens of the longest sequence it takes.
         vocabulary: number of token ids it knows.
         parameter_bytes: of the model alone, whatever adapters are on it: what follows from it must not depend on which
@@ -116,6 +118,7 @@ class BaseModel:
             raise Rejected(f"base model {path!r} cannot be loaded: {reason}", code="bad-model") from error
         self.model = cast(Any, loaded)
         self.path = path
+        self.fingerprint = fingerprint(directory)
         self.device = device
         self.model.to(device)
         self.model.eval()

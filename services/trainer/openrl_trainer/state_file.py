@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import safetensors
@@ -23,6 +24,10 @@ from openrl_common.errors import Rejected
 from openrl_common.records import StateInfo
 from openrl_common.states import read_info
 from openrl_trainer.files import disk_errors, fsync_path
+from openrl_trainer.fingerprint import check_base
+
+if TYPE_CHECKING:
+    from openrl_trainer.model import BaseModel
 
 OPTIMIZER_SECTIONS = ("exp_avg", "exp_avg_sq", "step", "master")
 SECTIONS = ("parameter", "gradient", *OPTIMIZER_SECTIONS)
@@ -53,11 +58,11 @@ def write_state(path: Path, state: State, info: StateInfo) -> int:
     return size_bytes
 
 
-def read_state(path: Path, parameters: dict[str, Tensor]) -> tuple[State, StateInfo]:
-    """Read and check a whole state before anything of it is used.
+def read_state(path: Path, parameters: dict[str, Tensor], base: BaseModel | None = None) -> tuple[State, StateInfo]:
+    """Read and check a whole state before anything of it is used; with ``base``, that it is of these weights.
 
     Raises:
-        Rejected: ``state-missing``, or ``bad-state`` naming the first tensor that does not fit this job.
+        Rejected: ``state-missing``, or ``bad-state`` naming both base models or the first tensor that does not fit.
     """
     if not path.is_file():
         raise Rejected(f"load_state: no state {path.stem!r} of this job at {path}", code="state-missing")
@@ -65,6 +70,9 @@ def read_state(path: Path, parameters: dict[str, Tensor]) -> tuple[State, StateI
         tensors = safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise Rejected(f"load_state: {path} cannot be read: {error}", code="bad-state") from error
+    info = read_info(path)
+    if base is not None:
+        check_base(path, info, base.path, base.fingerprint)
     state: State = {section: {} for section in SECTIONS}
     for key, tensor in tensors.items():
         section, _, name = key.partition("/")
@@ -86,4 +94,4 @@ def read_state(path: Path, parameters: dict[str, Tensor]) -> tuple[State, StateI
         raise Rejected(f"load_state: {path} lacks {absent[0]!r} and {len(absent) - 1} more", code="bad-state")
     if not state["step"].keys() == state["exp_avg"].keys() == state["exp_avg_sq"].keys():
         raise Rejected(f"load_state: {path} has an incomplete optimizer state", code="bad-state")
-    return state, read_info(path)
+    return state, info

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import peft
 import pytest
 import torch
@@ -17,11 +20,12 @@ from safetensors.torch import load_file, save_file
 
 from openrl_common.errors import Rejected
 from openrl_common.records import LoraSpec
-from openrl_common.states import list_states, state_path
+from openrl_common.states import list_states, read_info, state_path
 from openrl_common.wire import DeleteState, ListStates, LoadState, SaveState
 from openrl_trainer.checkpoints import Mark, checkpoint_directory, write_checkpoint
 from openrl_trainer.engine import TrainEngine
 from openrl_trainer.export import export
+from openrl_trainer.fingerprint import fingerprint
 from openrl_trainer.model import BaseModel
 from unit.trainer.conftest import learn, random_data, step
 
@@ -149,6 +153,88 @@ def test_a_load_is_replayed_from_the_very_file_it_read_whatever_became_of_the_na
         again = new_engine()
         again.apply(LoadState(seq=6, incarnation=7, name="s"), stored)
         assert all(torch.equal(tensor, again.parameters()[name]) for name, tensor in wanted.items())
+
+
+def other_model(path: Path, out: Path, change: Callable[[str, torch.Tensor], torch.Tensor] | None = None) -> Path:
+    """A model of the same shapes in another directory, its tensors changed one by one (None: not at all)."""
+    shutil.copytree(path, out)
+    if change is not None:
+        tensors = {name: change(name, tensor) for name, tensor in load_file(out / "model.safetensors").items()}
+        save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=2)])
+def test_a_state_of_another_base_model_of_equal_shapes_is_refused_and_both_are_named_R6(
+    new_engine: Engines, new_base: Bases, model_path: Path, tmp_path: Path, lora: LoraSpec | None
+) -> None:
+    """An adapter is nothing without the very weights it was trained on."""
+    trained(new_engine(lora=lora))
+    other = other_model(model_path, tmp_path / "other", lambda name, tensor: tensor + 0.01 * (".q_proj." in name))
+    engine = new_engine(lora=lora, base=new_base(path=other, frozen=lora is not None), incarnation=8)
+    before = engine.copy_state()
+    refused = engine.apply(LoadState(seq=1, incarnation=8, name="s")).result.error
+    assert refused is not None
+    assert refused.code == "bad-state"
+    assert repr(str(model_path)) in refused.message
+    assert repr(str(other)) in refused.message
+    after = engine.copy_state()
+    assert all(torch.equal(tensor, after[s][key]) for s, section in before.items() for key, tensor in section.items())
+
+
+def test_a_base_model_that_moved_was_divided_anew_or_takes_longer_contexts_is_the_same(
+    new_engine: Engines, new_base: Bases, model_path: Path, tmp_path: Path
+) -> None:
+    trained(new_engine(lora=LoraSpec(rank=2)))
+    moved = other_model(model_path, tmp_path / "moved")
+    divided = other_model(model_path, tmp_path / "divided")
+    (divided / "model.safetensors").unlink()
+    load(model_path).save_pretrained(str(divided), max_shard_size="10KB")  # type: ignore[operator]
+    assert len(list(divided.glob("*.safetensors"))) > 1
+    longer = other_model(model_path, tmp_path / "longer")
+    config = json.loads((longer / "config.json").read_text())
+    (longer / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 128}))
+    for incarnation, path in enumerate((moved, divided, longer), start=8):
+        engine = new_engine(lora=LoraSpec(rank=2), base=new_base(path=path, frozen=True), incarnation=incarnation)
+        assert engine.apply(LoadState(seq=1, incarnation=incarnation, name="s")).result.error is None, path
+
+
+def test_a_state_saved_before_states_named_their_weights_is_loaded(
+    new_engine: Engines, new_base: Bases, model_path: Path, tmp_path: Path
+) -> None:
+    trained(new_engine(lora=LoraSpec(rank=2)))
+    path = state_path(tmp_path, "default", "job", "s")
+    described = msgspec.to_builtins(read_info(path))
+    assert len(described.pop("base_fingerprint")) == 32
+    save_file(load_file(path), path, metadata={"format": "pt", "openrl": json.dumps(described)})
+    other = other_model(model_path, tmp_path / "other", lambda _, tensor: tensor + 1)
+    engine = new_engine(lora=LoraSpec(rank=2), base=new_base(path=other, frozen=True), incarnation=8)
+    assert engine.apply(LoadState(seq=1, incarnation=8, name="s")).result.error is None
+
+
+def test_an_export_onto_another_model_in_the_place_of_its_base_is_refused(
+    new_engine: Engines, new_base: Bases, model_path: Path, tmp_path: Path
+) -> None:
+    base = other_model(model_path, tmp_path / "base")
+    trained(new_engine(lora=LoraSpec(rank=2), base=new_base(path=base, frozen=True)))
+    shutil.rmtree(base)
+    other_model(model_path, base, lambda _, tensor: tensor + 1)
+    with pytest.raises(Rejected, match="another base model"):
+        export(state_path(tmp_path, "default", "job", "s"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_fingerprint_is_of_a_sample_and_of_nothing_where_there_is_no_model(tmp_path: Path) -> None:
+    tensors = {f"layer.{n}": torch.full((2048,), float(n)) for n in range(600)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    first = fingerprint(tmp_path)
+    save_file(tensors | {"layer.0": torch.ones(2048)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    second = fingerprint(tmp_path)
+    assert len({first, second, ""}) == 3
+    changed = {f"layer.{n}": torch.cat([torch.full((1024,), float(n)), torch.ones(1024)]) for n in range(600)}
+    save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert fingerprint(tmp_path) == first, "only the first 4 KiB of a tensor count"
+    assert fingerprint(tmp_path / "nowhere") == ""
 
 
 @pytest.mark.parametrize("reason", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
