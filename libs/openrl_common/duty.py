@@ -76,19 +76,21 @@ class Duty:
         """
         await _either(self._lost, stopping)
         if self._lost.is_set() and not stopping.is_set():
-            raise self._lost_error()
+            raise Rejected(self._lost_sentence, code="duty-lost")
 
     async def confirm(self) -> None:
-        """Ask the bucket whose it is, having met a write that nobody here made. Raises Rejected (``duty-lost``)."""
+        """Ask the bucket whose it is, having met a write that nobody here made.
+
+        Raises Transient when it is lost, not Rejected: the message in hand is the successor's to handle (E6).
+        """
         entry = await self._bucket.get(self._name)
         if entry is None or entry.value.holder != self._holder:
             self._lost.set()
-            raise self._lost_error()
+            raise Transient(self._lost_sentence)
 
-    def _lost_error(self) -> Rejected:
-        return Rejected(
-            f"another replica has taken over ({self._name}): this one starts again as a stand-by", code="duty-lost"
-        )
+    @property
+    def _lost_sentence(self) -> str:
+        return f"another replica has taken over ({self._name}): this one starts again as a stand-by"
 
     async def keep(self, stopping: asyncio.Event) -> None:
         """Renew it, or take it over once its holder has gone silent; hand it back when stopping."""

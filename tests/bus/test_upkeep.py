@@ -13,7 +13,7 @@ from openrl_common import duty as duty_module
 from openrl_common import streams
 from openrl_common.bus import Bus
 from openrl_common.duty import Duty
-from openrl_common.errors import Conflict, Rejected
+from openrl_common.errors import Conflict, Rejected, Transient
 from openrl_common.process_name import process_is_gone, this_process
 from openrl_common.records import (
     ClaimRecord,
@@ -79,7 +79,7 @@ async def test_l6_a_duty_of_a_process_that_is_gone_is_taken_over_at_once(bus: Bu
     await one.look()
     await two.look()
     assert two.held
-    with pytest.raises(Rejected, match="another replica has taken over"):
+    with pytest.raises(Transient, match="another replica has taken over"):
         await one.confirm()
     await two.confirm()
 

@@ -55,4 +55,6 @@ REGRESSIONS: dict[int, str] = {
     611392: "the simulator's mirror took in a list of before an outage after one of behind it: a seat was forgotten",
     701886: "a late refusal made a running worker's workload wait, and the pass kept an old copy of it (L5, E5)",
     710381: "the simulator did not know that a ledger's bucket is being rebuilt (L7)",
+    844667: "a claim was gone when its first in line asked for it; another came free meanwhile, for a later one (W1)",
+    2003613: "a replica that found itself replaced acknowledged the end in its hand: the job was never ended (E6)",
 }

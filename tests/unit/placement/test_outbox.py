@@ -18,7 +18,7 @@ from openrl_common.errors import Transient
 from openrl_common.events import JobCancelled, JobEnded, JobFinished, JobSubmitted, SeatRequested, WorkerExited
 from openrl_common.memory import MemoryBus
 from openrl_common.memory_server import MemoryServer, Network
-from openrl_common.records import JobKind, JobSpec
+from openrl_common.records import DutyRecord, JobKind, JobSpec
 from openrl_common.settlement import Delivery
 from openrl_placement import jobs
 from openrl_placement.outbox import Outbox
@@ -90,6 +90,20 @@ async def test_E6_a_message_that_comes_again_is_not_acknowledged_while_its_effec
     await outbox.carry_out(Effects())
     await outbox.settle(exited)
     assert await bus.store.workloads.get(TRAINER) is not None
+
+
+async def test_E6_a_replica_that_finds_itself_replaced_leaves_its_message_to_the_successor() -> None:
+    """Rejected would acknowledge it: an end that a client had said was lost, and its job ran for ever."""
+    it, effects, _ = decided()
+    bus = MemoryBus(MemoryServer(Network()))
+    duty = Duty(bus.store.duties, "placement", holder="ours", clock=time.monotonic)
+    await duty.look()
+    held = await bus.store.duties.get("placement")
+    assert held is not None
+    await bus.store.duties.write("placement", DutyRecord(holder="theirs", renewals=1), last=held.revision)
+    await bus.store.workloads.put(TRAINER, it.state.workloads[TRAINER])
+    with pytest.raises(Transient, match="another replica has taken over"):
+        await Outbox(bus, it.state, duty).carry_out(effects)
 
 
 async def test_E6_what_is_kept_goes_out_in_the_order_of_the_decisions() -> None:
