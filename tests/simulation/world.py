@@ -28,6 +28,8 @@ import openrl_ledger.nodes_service
 import openrl_ledger.retention_service
 import openrl_ledger.service
 import openrl_ledger.turns_service
+import openrl_placement.look_ahead
+import openrl_placement.models
 import openrl_placement.service
 from openrl_common import service
 from openrl_common.errors import OpenRLError, Rejected, Transient
@@ -658,8 +660,9 @@ def hurried(world: World) -> Iterator[None]:
         (openrl_common.worker, "psutil", _NoProcessTable()),
         (openrl_launcher.service, "HEARTBEAT_S", _BEAT_S),
         (openrl_launcher.service, "_PASS_GAP_S", 0.2),
-        (openrl_placement.service, "read_model", lambda directory: _MODEL),
-        (openrl_placement.service, "_stamp", lambda directory: 0.0),
+        (openrl_placement.models, "read_model", lambda directory: _MODEL),
+        (openrl_placement.models, "_stamp", lambda directory: 0.0),
+        (openrl_placement.look_ahead, "BEHIND_MIN", 0),
         (openrl_placement.service, "_EARLY_END_S", 40.0),
         (openrl_placement.service, "_TICK_S", 2.0),
         (openrl_ledger.nodes_service, "LOOK_S", 2.0),

@@ -22,6 +22,8 @@ from openrl_placement.estimator import Constants, Model, check_length, check_spe
 from openrl_placement.state import Effects, RuntimeKey, State, job_key, waits
 from openrl_placement.waiting import ask, repeat_request, send_together
 
+Estimates = dict[Role, tuple[Shape, dict[str, float]]]
+
 ANSWERED_MAX = 32
 """Submissions of one name whose answer is remembered."""
 
@@ -77,11 +79,7 @@ def submitted(
         if isinstance(model, Rejected):
             raise model
         assert model is not None, "wants_model said that no model is needed"
-        check_length(event.spec, model)
-        shapes = {role: estimate(event.spec, role, model, constants) for role in Role}
-        for role, (shape, _) in shapes.items():
-            if sentence := state.fleet.impossible(shape):
-                raise Rejected(f"the {role} of job {event.job!r} {sentence}", code="impossible")
+        shapes = _possible_shapes(state, event, model, constants)
     except Rejected as error:
         _refuse(state, submission, error, now, fx)
         return fx
@@ -119,6 +117,31 @@ def _check(event: JobSubmitted) -> None:
             f"spec.name {event.spec.name!r} is not the job's name {event.job!r}: use one name", code="bad-spec"
         )
     check_spec(event.spec)
+
+
+def _possible_shapes(state: State, event: JobSubmitted, model: Model, constants: Constants) -> Estimates:
+    """What its workloads need. Raises Rejected when no node could ever hold one of them (W4), or one sequence."""
+    check_length(event.spec, model)
+    shapes = {role: estimate(event.spec, role, model, constants) for role in Role}
+    for role, (shape, _) in shapes.items():
+        if sentence := state.fleet.impossible(shape):
+            raise Rejected(f"the {role} of job {event.job!r} {sentence}", code="impossible")
+    return shapes
+
+
+def can_never_run(state: State, event: JobSubmitted, model: Model, constants: Constants) -> bool:
+    """Would it be refused for what it needs? Of one that wants its model (``wants_model``)."""
+    try:
+        _possible_shapes(state, event, model, constants)
+    except Rejected:
+        return True
+    return False
+
+
+def is_decided(state: State, name: str, submission: str) -> bool:
+    """Is this submission of ``name`` (``tenant.job``) answered, or being answered?"""
+    record = state.jobs.get(name)
+    return record is not None and (record.submission == submission or answered(record, submission))
 
 
 def _complete(state: State, record: JobRecord) -> bool:
@@ -207,9 +230,6 @@ def _admitted(record: JobRecord) -> JobAdmitted:
         incarnation=record.incarnation,
         workloads=(record.trainer, record.sampler),
     )
-
-
-Estimates = dict[Role, tuple[Shape, dict[str, float]]]
 
 
 def _admit(state: State, submission: Submission, shapes: Estimates, now: float, fx: Effects) -> None:

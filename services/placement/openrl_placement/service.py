@@ -51,8 +51,10 @@ from openrl_common.records import JobSpec
 from openrl_common.service import ServiceContext, ServiceSettings, until_stopped
 from openrl_common.store import Entry, Mirror
 from openrl_placement import core, explain, jobs
-from openrl_placement.estimator import Constants, Model, read_model
+from openrl_placement.estimator import Constants, Model
 from openrl_placement.fleet import Fleet, Kind
+from openrl_placement.look_ahead import LookAhead
+from openrl_placement.models import Models
 from openrl_placement.outbox import Outbox
 from openrl_placement.passes import Pass, tick
 from openrl_placement.state import Effects, Policy, State
@@ -75,7 +77,6 @@ _CONCURRENCY = 32
 _TICK_S = 1.0
 _REST = 4.0
 """What the repairing pass rests, in multiples of what it took."""
-_MODELS_MAX = 256
 _SUBMISSION_BYTES_MAX = 64 * 1024
 _EARLY_END_S = 600.0
 """Longer than any redelivery of a submission: an end whose submission is unknown then is of one that was refused."""
@@ -101,37 +102,6 @@ class PlacementSettings(ServiceSettings):
     pass_every_s: float
     wedge_grace_s: float = 300.0
     verdict_wait_s: float = 10.0
-
-
-class Models:
-    """Sizes of models, read once per version of ``config.json`` (M1), off the event loop."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[float, Model]] = {}
-
-    async def read(self, directory: str) -> Model | Rejected:
-        """The sizes, or why they cannot be had. Waits for nothing when the model is known and unchanged."""
-        known = self._known.get(directory)
-        stamp = _stamp(directory)
-        if known is not None and known[0] == stamp:
-            return known[1]
-        try:
-            model = await asyncio.to_thread(read_model, directory)
-        except Rejected as error:
-            return error
-        if len(self._known) >= _MODELS_MAX:
-            self._known.pop(next(iter(self._known)))
-        self._known[directory] = (stamp, model)
-        return model
-
-
-def _stamp(directory: str) -> float:
-    import os
-
-    try:
-        return os.stat(os.path.join(directory, "config.json")).st_mtime
-    except (OSError, ValueError):
-        return -1.0
 
 
 class Placement:
@@ -161,6 +131,7 @@ class Placement:
         self.state = State(fleet, policy)
         self._outbox = Outbox(bus, self.state, duty)
         self._models = Models()
+        self.look_ahead = LookAhead(bus, self.state, self._models, self._constants, self._handle_submitted)
         self._names: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._pass = Pass()
         self._mirrors: list[Mirror[Any]] = []
@@ -214,18 +185,24 @@ class Placement:
         if event.subject != delivery.subject:
             raise Poison(f"message {delivery.sequence} on {delivery.subject} speaks for {event.subject}")
         if isinstance(event, JobSubmitted):
-            submission = jobs.Submission(event, delivery.sequence, delivery.published_at)
-            effects = await self._submitted(submission)
-        else:
-            effects = core.decide(self.state, event, time.time())
+            with self.look_ahead.in_hand(delivery):
+                await self._handle_submitted(jobs.Submission(event, delivery.sequence, delivery.published_at))
+            return
+        effects = core.decide(self.state, event, time.time())
         # Looked at now: what comes while this waits below may know the submission, and is not written yet.
         too_early = self._came_early(event, delivery)
+        await self._carry_out(event, effects)
+        if too_early:
+            raise Transient(too_early)
+
+    async def _handle_submitted(self, submission: jobs.Submission) -> None:
+        await self._carry_out(submission.event, await self._submitted(submission))
+
+    async def _carry_out(self, event: AnyEvent, effects: Effects) -> None:
         await self._outbox.carry_out(effects)
         await self._outbox.settle(event)
         if self._duty is not None and not self._duty.held:
             raise Transient("this replica may have been replaced meanwhile: its successor has to see this too")
-        if too_early:
-            raise Transient(too_early)
 
     async def _submitted(self, submission: jobs.Submission) -> Effects:
         """Decide once the model is read. A later submission of the name waits, or it would get the name first."""
@@ -242,8 +219,7 @@ class Placement:
         """Why an end must not be acknowledged: its submission is under way, so memory alone has it. "" for all else."""
         if not isinstance(event, JobCancelled | JobFinished):
             return ""
-        job = self.state.jobs.get(f"{event.tenant}.{event.job}")
-        known = job is not None and (job.submission == event.submission or jobs.answered(job, event.submission))
+        known = jobs.is_decided(self.state, f"{event.tenant}.{event.job}", event.submission)
         if known or time.time() - delivery.published_at >= _EARLY_END_S:
             return ""
         return f"job {event.job}: its end came before its submission {event.submission}"
@@ -430,6 +406,7 @@ async def _act(
             ),
             placement.follow_mirrors(),
             placement.follow_time(),
+            placement.look_ahead.run(),
             placement.repair(),
             duty.wait_lost(context.stopping),
             identity.watch(context.stopping),

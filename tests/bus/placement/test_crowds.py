@@ -12,7 +12,9 @@ import pytest
 from bus.placement.played import System, running
 from openrl_common.events import (
     ClaimAllocated,
+    JobAdmitted,
     JobEnded,
+    JobFailed,
     JobFinished,
     JobReady,
     SeatBooked,
@@ -134,3 +136,24 @@ async def test_W1_of_jobs_that_come_at_once_the_first_founds_both_claims_before_
         await system.until(all_founded)
         written = await claims()
         assert written[f"{jobs[0]}-sampler"] < written[f"{jobs[-1]}-trainer"]
+
+
+async def test_W4_a_job_that_can_never_run_is_told_so_while_hundreds_before_it_wait_for_an_answer(
+    tmp_path: Path,
+) -> None:
+    """At any backlog: the last of 300 that were published while placement was away; those before it keep their turn."""
+    async with running(tmp_path, workers=False) as system:
+        await system.node()
+        await system.kill("placement")
+        names = [f"job-{number:03}" for number in range(299)]
+        await asyncio.gather(*(system.submit(name) for name in names))
+        await system.submit("huge", overrides=Overrides(trainer_device_gib=1_000.0))
+        await system.start("placement")
+
+        def answered() -> list[str]:
+            return [each.job for each in system.seen if isinstance(each, JobAdmitted | JobFailed)]
+
+        await system.until(lambda: "huge" in answered(), within_s=60)
+        assert answered().index("huge") < len(names) / 2
+        await system.until(lambda: {*names} <= {*answered()}, within_s=90)
+        assert [each.job for each in system.seen if isinstance(each, JobFailed)] == ["huge"]
