@@ -39,6 +39,7 @@ from openrl_common.pull import JETSTREAM_FAULTS, NETWORK_ERRORS, Lost, Puller, h
 from openrl_common.settlement import Delivery, Handler, Outcome, delivery_of
 from openrl_common.store import Store
 from openrl_common.telemetry import inject_context
+from openrl_common.unwritten import Unwritten
 from openrl_common.wire import PayloadRef
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ _TRY_S = 2.0
 _SERVE_CONCURRENCY = 32
 _PAYLOAD_S = 120.0
 _TAIL_BATCH = 64
-_DRAIN_S = 5.0
+_CLOSE_S = 4.0
 _INTERRUPTIONS: tuple[type[Exception], ...] = (Lost, *JETSTREAM_FAULTS)
 _CONNECT_ERRORS: tuple[type[Exception], ...] = (*NETWORK_ERRORS, nats.errors.Error, OSError, ValueError)
 _ERROR_CODE = "openrl-error"
@@ -89,6 +90,7 @@ class Bus:
         self.jetstream = connection.jetstream(timeout=_TRY_S)
         self.store = Store(self)
         self.stopping = asyncio.Event()
+        self.unwritten = Unwritten(self.stopping)
         self.failed = asyncio.Event()
         """Something in the background has ended for good, a mirror for one: what it knew grows old from now on."""
         self.reconnects = 0
@@ -130,7 +132,7 @@ class Bus:
                     connect_timeout=2,
                     ping_interval=10,
                     max_outstanding_pings=2,
-                    drain_timeout=int(_DRAIN_S),
+                    drain_timeout=int(_CLOSE_S),
                     pending_size=64 << 20,
                     error_cb=on_error,
                     disconnected_cb=on_disconnect,
@@ -167,8 +169,11 @@ class Bus:
         for puller in list(self._pullers):
             puller.interrupt()
 
-    async def close(self) -> None:
-        """Stop serving, flush what was published, close (E17). Consumers end by cancelling their tasks before."""
+    async def close(self, *, within_s: float = _CLOSE_S) -> None:
+        """Stop serving, flush what was published, close (E17). Consumers end by cancelling their tasks before.
+
+        A server that does not answer is waited for half of ``within_s`` twice.
+        """
         self.stopping.set()
         for subscription in self._subscriptions:
             with contextlib.suppress(*NETWORK_ERRORS, nats.errors.Error):
@@ -178,10 +183,10 @@ class Bus:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(*NETWORK_ERRORS, nats.errors.Error):
             if self.connected:
-                async with asyncio.timeout(2.0):
+                async with asyncio.timeout(within_s / 2):
                     await self._connection.flush()
         try:
-            async with asyncio.timeout(_DRAIN_S):
+            async with asyncio.timeout(within_s / 2):
                 await self._connection.close()
         except asyncio.CancelledError:
             heed_cancellation()  # else it is the library's own: it was about to reconnect, and its stream was given up
@@ -243,6 +248,14 @@ class Bus:
         if after is not None:
             all_headers["Nats-Expected-Last-Subject-Sequence"] = str(after)
         inject_context(all_headers)
+        with self.unwritten.during(subject):
+            return await self._stored(subject, body, all_headers, ttl_s, after, deadline_s)
+
+    async def _stored(
+        self, subject: str, body: bytes, headers: dict[str, str], ttl_s: float | None, after: int | None,
+        deadline_s: float,
+    ) -> int:  # fmt: skip
+        """Try until it is stored; see ``publish_raw``."""
         deadline = time.monotonic() + deadline_s
         tries = 0
         while True:
@@ -252,7 +265,7 @@ class Bus:
                     subject,
                     body,
                     timeout=max(0.1, min(_TRY_S, deadline - time.monotonic())),
-                    headers=dict(all_headers),
+                    headers=dict(headers),
                     msg_ttl=None if ttl_s is None else max(1, round(ttl_s)),
                 )
                 return int(ack.seq)

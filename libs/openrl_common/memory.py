@@ -31,6 +31,7 @@ from openrl_common.errors import OpenRLError, Poison, Rejected, Transient, Unrea
 from openrl_common.memory_server import Consumer, Member, MemoryServer, Published, Stored, Watcher
 from openrl_common.settlement import Delivery, Handler, delivery_of
 from openrl_common.store import Bucket, Entry, Mirror, Old, Store
+from openrl_common.unwritten import Unwritten
 from openrl_common.wire import PayloadRef
 
 T = TypeVar("T")
@@ -113,6 +114,7 @@ class MemoryBus(Bus):
         self.jetstream = _JetStream(self)  # type: ignore[assignment]
         self.store = MemoryStore(self)
         self.stopping = asyncio.Event()
+        self.unwritten = Unwritten(self.stopping)
         self.failed = asyncio.Event()
         self.reconnects = 0
         self.failures: list[tuple[Delivery, BaseException]] = []
@@ -135,7 +137,7 @@ class MemoryBus(Bus):
         self.killed = True
         self.server.disconnect(self)
 
-    async def close(self) -> None:
+    async def close(self, *, within_s: float = 0.0) -> None:
         self.stopping.set()
         for task in list(self._tasks):
             task.cancel()

@@ -5,13 +5,14 @@
     drain      /readyz turns not ready; the body finishes or naks what is in hand, at most ``_DRAIN_S``
     end        the bus is closed, exit 0; an unexpected error ends with exit 1 and one clear line
 
+With NATS away the end is the same, 10 s after the signal at the latest, and says what was not known to be written.
+
 A Bug, or any error that escapes the body, ends the process: its supervisor restarts it and state is re-derived.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import os
@@ -33,7 +34,8 @@ from openrl_common.variables import unknown_variables
 
 log = logging.getLogger(__name__)
 
-_DRAIN_S = 8.0
+_DRAIN_S, _CANCEL_S, _CLOSE_S = 7.0, 1.0, 2.0
+"""Together what a launcher gives its workers before it kills them (--stop-grace), a third of what Kubernetes gives."""
 _LOOP_STUCK_S = 10.0
 
 SERVICE_SETTINGS = (
@@ -137,7 +139,9 @@ async def _serve(service: str, config: ServiceSettings, body: Body) -> int:
         try:
             await _run_body(context, body)
         finally:
-            await bus.close()
+            await bus.close(within_s=_CLOSE_S)
+            if unwritten := str(bus.unwritten):
+                log.warning("writes not confirmed by NATS: %s; what caused them is seen again", unwritten)
         log.info("service stopped")
         return 0
     finally:
@@ -146,7 +150,8 @@ async def _serve(service: str, config: ServiceSettings, body: Body) -> int:
 
 
 async def _run_body(context: ServiceContext, body: Body) -> None:
-    """Run the body; on ``stopping`` give it ``_DRAIN_S`` to end by itself, then cancel it.
+    """Run the body; on ``stopping`` give it ``_DRAIN_S`` to end by itself, then cancel it, and wait no longer than
+    ``_CANCEL_S`` for that: whatever is left is cancelled once more when the loop ends.
 
     Raises Bug when the bus has failed meanwhile: the service goes on from the store in its next life, not from a view
     that nobody keeps up to date.
@@ -161,23 +166,28 @@ async def _run_body(context: ServiceContext, body: Body) -> None:
     try:
         await _first(task, context.stopping, context.bus.failed)
         if context.bus.failed.is_set() and not task.done():
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await _cancelled(task)
             raise Bug("something that the service lives by has ended, the log says what")
         if not task.done():
             context.bus.stopping.set()
             await asyncio.wait({task}, timeout=_DRAIN_S)
         if not task.done():
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            log.warning("not done with what is in hand after %g s: it is given up", _DRAIN_S)
+            await _cancelled(task)
             return
         task.result()
     except BaseExceptionGroup as group:
         raise _root(group) from group
     finally:
         relaying.cancel()
+
+
+async def _cancelled(task: asyncio.Future[Any]) -> None:
+    """Cancel the body. Raises what it ends with instead, when it ends in time."""
+    task.cancel()
+    await asyncio.wait({task}, timeout=_CANCEL_S)
+    if task.done() and not task.cancelled():
+        task.result()
 
 
 def _root(group: BaseExceptionGroup[BaseException]) -> BaseException:

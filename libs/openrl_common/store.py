@@ -242,6 +242,10 @@ class Bucket(Generic[T]):
                 await asyncio.sleep(0.1)
 
     async def _publish(self, key: str, body: bytes, *, last: int | None, headers: dict[str, str]) -> int:
+        with self._bus.unwritten.during(self._root + key):
+            return await self._stored(key, body, last=last, headers=headers)
+
+    async def _stored(self, key: str, body: bytes, *, last: int | None, headers: dict[str, str]) -> int:
         """Publish, resolving unknown outcomes.
 
         A try that timed out may still be sent after a reconnect. With ``last`` a second try cannot land twice: it
