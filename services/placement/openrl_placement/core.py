@@ -121,7 +121,8 @@ def booked(state: State, record: WorkloadRecord, assignment: str, claim: str, no
     state.put_workload(record)
     if waited or placed(record):
         fx.workloads[record.workload] = None
-    settle(state, record.workload, now, fx, booked=claim)
+    is_listed = claim_record is not None and assignment in claim_record.entries
+    settle(state, record.workload, now, fx, booked="" if is_listed else claim)
     for event in state.take_early(assignment):
         fx.add(decide(state, event, now))
     if state.ready.get(assignment):
@@ -305,16 +306,23 @@ def seat_is_over(seat: SeatRecord, record: WorkloadRecord) -> bool:
 def claim_changed(state: State, claim: str, record: ClaimRecord | None, now: float) -> Effects:
     """``claim.<id>``: its founder is placed once it is allocated (L5); room wakes the line (W2)."""
     fx = Effects()
-    has_more_room = state.fleet.set_claim(claim, record)
+    before = state.fleet.claims.get(claim)
+    may_wake = state.fleet.set_claim(claim, record)
+    founders: list[str] = []
     if record is not None and record.state is ClaimState.ALLOCATED:
         for workload in sorted(state.on_claim.get(claim, ())):
-            founder = state.workloads[workload]
-            if founder.phase is WorkloadPhase.PENDING and founder.assignment in record.entries:
-                state.put_workload(_as_placed(founder, record.node, now))
+            seated = state.workloads[workload]
+            if seated.assignment not in record.entries:
+                continue
+            may_wake |= before is None or seated.assignment not in before.entries  # its seat was heard of first
+            if seated.phase is WorkloadPhase.PENDING:
+                state.put_workload(_as_placed(seated, record.node, now))
                 fx.workloads[workload] = None
-                settle(state, workload, now, fx, booked=claim)
-    if has_more_room:
+                founders.append(workload)
+    if may_wake:
         wake_claim(state, claim, now, fx)
+    for workload in founders:  # after that: whoever is offered what it was promised would be offered this one too (W1)
+        settle(state, workload, now, fx)
     return fx
 
 

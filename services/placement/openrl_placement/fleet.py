@@ -119,9 +119,8 @@ class Fleet:
             record = None
         if before is not None:
             self._count(claim, before, -1)
-        self._claim_changes[claim] += 1
         if record is None:
-            del self._claim_changes[claim]
+            self._claim_changes.pop(claim, None)
             self.claims.pop(claim, None)
             self._leaving.pop(claim, None)
             self._unindex(claim)
@@ -133,16 +132,20 @@ class Fleet:
         self.claims[claim] = record
         self._count(claim, record, +1)
         self._index(claim)
-        if record.state is not ClaimState.ALLOCATED:
-            return False
-        return (
+        has_more_room = record.state is ClaimState.ALLOCATED and (
             before is None
             or before.state is not ClaimState.ALLOCATED
             or bool(before.entries.keys() - record.entries.keys())
+            or not record.entries.keys() - before.entries.keys()  # a seat came and went since
         )
+        self._claim_changes[claim] += has_more_room
+        return has_more_room
 
     def changes(self, claim: str) -> tuple[int, int]:
-        """How often the claim, and its node or the memory used there, have changed: equal when none has since."""
+        """How often the claim, its node, and the memory there have become more or different: equal when none has since.
+
+        Each of these wakes the line. What only becomes less changes nothing about a refusal.
+        """
         record = self.claims.get(claim)
         return self._claim_changes[claim], 0 if record is None else self._node_changes[record.node]
 
@@ -160,7 +163,7 @@ class Fleet:
         used = sum(entry.host_bytes for entry in budget.entries.values())
         before = self._host_used.get(node, 0)
         self._host_used[node] = used
-        self._node_changes[node] += used != before
+        self._node_changes[node] += used < before
         self._budgets[node] = budget
         over = [
             claim

@@ -112,7 +112,9 @@ class State:
         self.seatless_after: Place | None = None
         """The last wake-up of waiters without any claim asked for as many as one may: it goes on behind this place."""
         self.refused_at: defaultdict[str, dict[str, tuple[tuple[int, int], float]]] = defaultdict(dict)
-        """Claims that refused a workload: how often each had changed by then (``Fleet.changes``), and when."""
+        """Claims that refused a workload: how often each had changed when it asked (``Fleet.changes``), and when."""
+        self.asked_of: dict[str, dict[str, tuple[int, int]]] = {}
+        """Per workload with a request under way: claims that it names, and how often each had changed by then."""
         self._released: OrderedDict[str, None] = OrderedDict()
         self._early: OrderedDict[str, list[AnyEvent]] = OrderedDict()
         self._cancelled_early: OrderedDict[str, AnyEvent] = OrderedDict()

@@ -9,13 +9,14 @@ Not here: why a workload waits (``fleet.why``), ends and failures (``endings``).
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import msgspec
 
 from openrl_common.events import SeatRequested
-from openrl_common.records import ClaimState, WorkloadPhase, WorkloadRecord
+from openrl_common.records import ClaimState, Reason, WorkloadPhase, WorkloadRecord
 from openrl_placement.fleet import CANDIDATES_MAX, Need
 from openrl_placement.line import Group, Place, Promise
 from openrl_placement.state import Effects, State, alive, need, order, waits, with_reason
@@ -62,48 +63,36 @@ def join_line(state: State, record: WorkloadRecord, now: float, fx: Effects, *, 
         record = with_reason(record, reason, message, now)
         state.put_workload(record)
         fx.workloads[record.workload] = None
-    for claim in state.fleet.candidates(wanted):
-        if state.line.busy(record.workload):
-            break
-        wake_claim(state, claim, now, fx)
+    wake_claims(state, state.fleet.candidates(wanted), now, fx)
 
 
 def wake_claim(state: State, claim: str, now: float, fx: Effects) -> None:
-    """Offer the room of a claim to the first in line that it fits, never to a later one before them.
-
-    It is kept for one of them whose request under way may be refused, as when a claim goes away in the moment in which
-    this one comes free; up to as many as a request names, or each answer would go through all that is free.
-    """
-    free = state.fleet.seats_free(claim)
-    room = PROMISES_MAX if free is None else free
-    for workload in _takers(state, claim, now):
-        if state.line.promised(claim) >= room:
-            return
-        waiter, node = state.workloads[workload], state.fleet.claims[claim].node
-        has_memory = node in state.line.promised_to(workload).nodes
-        if not has_memory and not _memory_is_left(state, claim, workload, need(waiter, now)):
-            return
-        if state.line.busy(workload):
-            state.line.promise_also(workload, claim, node)
-            continue
-        candidates = [each for each in _candidates(state, waiter, now) if not _was_refused(state, workload, each, now)]
-        if claim not in candidates:
-            candidates = [*candidates[: CANDIDATES_MAX - 1], claim]
-        _request(state, waiter, tuple(candidates), now, fx)
+    """Offer the room of a claim to the first in line that it fits, never to a later one before them."""
+    wake_claims(state, (claim,), now, fx)
 
 
 def wake_claims(state: State, claims: Iterable[str], now: float, fx: Effects) -> None:
-    """Offer the room of several claims at once, first what the first in line would take.
+    """Offer the room of several claims at once, to one waiter after the other in the order of the line.
 
     A request names all that is not promised: a later waiter would be offered with its claim the one that an earlier
     waiter is to be offered next.
     """
-    first = {claim: taker for claim in dict.fromkeys(claims) if (taker := next(_takers(state, claim, now), None))}
-    for claim in sorted(first, key=lambda claim: state.line.place(first[claim])):
-        wake_claim(state, claim, now, fx)
+    heads = [
+        (first, claim, walk)
+        for claim in dict.fromkeys(claims)
+        if (first := next(walk := _takers(state, claim, now), None))
+    ]
+    heapq.heapify(heads)
+    while heads:
+        place, claim, walk = heads[0]
+        following = next(walk, None) if _offer(state, claim, place[2], now, fx) else None
+        if following is None:
+            heapq.heappop(heads)
+        else:
+            heapq.heapreplace(heads, (following, claim, walk))
 
 
-def _takers(state: State, claim: str, now: float) -> Iterator[str]:
+def _takers(state: State, claim: str, now: float) -> Iterator[Place]:
     """Waiters that a claim may be offered to, or kept for, first in line first. The line may change meanwhile."""
     record = state.fleet.claims.get(claim)
     if record is None or record.state is not ClaimState.ALLOCATED or not len(state.line):
@@ -115,11 +104,36 @@ def _takers(state: State, claim: str, now: float) -> Iterator[str]:
         return state.fleet.refusal(claim, Need(group.shape, "")) == ""
 
     for workload in state.line.waiting(fits):
-        held = state.line.promised_to(workload).claims
-        if claim in held or len(held) >= CANDIDATES_MAX or _was_refused(state, workload, claim, now):
+        waiter = state.workloads[workload]
+        if waiter.reason is Reason.WAITING_FOR_PREDECESSOR or _was_refused(state, workload, claim, now):
             continue
-        if not state.fleet.refusal(claim, need(state.workloads[workload], now)):
-            yield workload
+        if not state.fleet.refusal(claim, need(waiter, now)):
+            yield state.line.place(workload)
+
+
+def _offer(state: State, claim: str, workload: str, now: float, fx: Effects) -> bool:
+    """Offer a claim to one waiter; False: there is no more of it, for whoever comes behind this one.
+
+    It is kept for one whose request under way may be refused, as when a claim goes away in the moment in which this one
+    comes free; up to as many as a request names, or each answer would go through all that is free.
+    """
+    free = state.fleet.seats_free(claim)
+    if state.line.promised(claim) >= (PROMISES_MAX if free is None else free):
+        return False
+    held = state.line.promised_to(workload)
+    if claim in held.claims or len(held.claims) >= CANDIDATES_MAX:
+        return True
+    waiter, node = state.workloads[workload], state.fleet.claims[claim].node
+    if node not in held.nodes and not _memory_is_left(state, claim, workload, need(waiter, now)):
+        return False
+    if state.line.busy(workload):
+        state.line.promise_also(workload, claim, node)
+        return True
+    candidates = [each for each in _candidates(state, waiter, now) if not _was_refused(state, workload, each, now)]
+    if claim not in candidates:
+        candidates = [*candidates[: CANDIDATES_MAX - 1], claim]
+    _request(state, waiter, tuple(candidates), now, fx)
+    return True
 
 
 def wake_seatless(state: State, now: float, fx: Effects, *, after: Place | None = None) -> None:
@@ -167,9 +181,10 @@ def _is_outdated(state: State, record: WorkloadRecord) -> bool:
 def settle(state: State, workload: str, now: float, fx: Effects, *, booked: str = "") -> None:
     """A request was answered: what it had been promised goes to the next in line.
 
-    The claim that took it is left alone while a seat limit counts: its next change in the ledger wakes the line.
+    ``booked``: a claim that took it and does not list it here yet: that it does wakes the line.
     """
     state.requested_at.pop(workload, None)
+    state.asked_of.pop(workload, None)
     _offer_again(state, *state.line.settle(workload), now, fx, booked=booked)
 
 
@@ -184,10 +199,12 @@ def _offer_again(
 def note_refusals(state: State, workload: str, claims: list[str], now: float) -> None:
     """These claims said no: not offered to this workload again before they have changed, or ``REFUSED_S`` later.
 
+    Changed since it asked, not since the answer came: what came free on its way here is not what was refused (W1).
     What refuses need not show here: while a new limit is rolled out, a replica of the ledger may have the old one (S7).
     """
+    asked = state.asked_of.get(workload, {})
     for claim in claims:
-        state.refused_at[workload][claim] = state.fleet.changes(claim), now
+        state.refused_at[workload][claim] = asked.get(claim) or state.fleet.changes(claim), now
 
 
 def _was_refused(state: State, workload: str, claim: str, now: float) -> bool:
@@ -203,6 +220,10 @@ def _request(state: State, record: WorkloadRecord, candidates: tuple[str, ...], 
     record = msgspec.structs.replace(record, attempt=record.attempt + 1)
     state.put_workload(record)
     state.requested_at[record.workload] = now
+    before = state.asked_of.get(
+        record.workload, {}
+    )  # the same request, asked again: its first answer may be on its way
+    state.asked_of[record.workload] = {each: before.get(each) or state.fleet.changes(each) for each in candidates}
     # A waiter is promised all it was offered. A newcomer counts for its best candidate alone: enough that a burst of
     # submissions is spread over the claims that have room, although the view has not heard of their bookings yet.
     promised = candidates if record.workload in state.line else candidates[:1]
@@ -235,7 +256,13 @@ def repeat_request(state: State, record: WorkloadRecord, now: float, fx: Effects
     record = msgspec.structs.replace(record, attempt=record.attempt - 1)
     state.put_workload(record)
     promise, short = state.line.settle(record.workload)  # what it was promised does not count against itself
-    _request(state, record, _candidates(state, record, now), now, fx)
+    # Nor does it give it what somebody goes without until this very request is settled.
+    may_take = [
+        claim
+        for claim in _candidates(state, record, now)
+        if claim in promise.claims or state.fleet.claims[claim].node not in short
+    ]
+    _request(state, record, tuple(may_take), now, fx)
     _offer_again(state, promise, short, now, fx)
 
 
