@@ -19,6 +19,7 @@ import msgspec
 
 from openrl_client.encoding import encode
 from openrl_client.errors import Rejected, TimedOut, Transient
+from openrl_client.write_watch import WriteWatch
 from openrl_common.names import cancel_subject, sample_subject
 from openrl_common.wire import SAMPLE_RESULT_DECODER, CancelSample, SampleRequest, SampleResult, SamplingParams
 
@@ -39,6 +40,7 @@ class SampleClient:
         self._inbox = ""
         self._unsubscribe: Callable[[], Awaitable[None]] | None = None
         self._waiting: dict[str, asyncio.Future[SampleResult]] = {}
+        self._watch = WriteWatch("sampling requests", bus.why_unwritten)
 
     async def start(self) -> None:
         self._inbox = self._bus.new_inbox()
@@ -82,22 +84,23 @@ class SampleClient:
         deadline = time.monotonic() + timeout_s
         window_s = FIRST_ATTEMPT_S
         backoff_s = 0.05
-        while (left_s := deadline - time.monotonic()) > 0:
-            attempt_s = min(left_s, window_s)
-            result = await self._attempt(record, prompts, params, attempt_s, at_least, exact)
-            if result is None:
-                window_s *= 2
-                if (error := await ended()) is not None:
-                    raise error
-            elif result.error is None:
-                return result
-            elif result.error.code == "busy":
-                await asyncio.sleep(min(left_s, backoff_s * random.uniform(0.5, 1.5)))
-                backoff_s = min(BUSY_BACKOFF_MAX_S, backoff_s * 2)
-            elif result.error.code == "version-not-served" and at_least is not None and attempt_s < left_s:
-                window_s *= 2  # this attempt ended before the version came; the call has time left
-            elif result.error.code != "deadline":
-                raise Rejected(result.error.message, code=result.error.code)
+        with self._watch.waiting():
+            while (left_s := deadline - time.monotonic()) > 0:
+                attempt_s = min(left_s, window_s)
+                result = await self._attempt(record, prompts, params, attempt_s, at_least, exact)
+                if result is None:
+                    window_s *= 2
+                    if (error := await ended()) is not None:
+                        raise error
+                elif result.error is None:
+                    return result
+                elif result.error.code == "busy":
+                    await asyncio.sleep(min(left_s, backoff_s * random.uniform(0.5, 1.5)))
+                    backoff_s = min(BUSY_BACKOFF_MAX_S, backoff_s * 2)
+                elif result.error.code == "version-not-served" and at_least is not None and attempt_s < left_s:
+                    window_s *= 2  # this attempt ended before the version came; the call has time left
+                elif result.error.code != "deadline":
+                    raise Rejected(result.error.message, code=result.error.code)
         raise TimedOut(
             f"job {record.job}: no completions within {timeout_s:.0f} s: see `openrl status` for its sampler, "
             "or raise timeout_s"
@@ -127,6 +130,7 @@ class SampleClient:
         body = encode(request)
         future: asyncio.Future[SampleResult] = asyncio.get_running_loop().create_future()
         self._waiting[request.request] = future
+        self._watch.tries()
         try:
             async with asyncio.timeout(attempt_s):
                 await self._bus.publish_raw(
@@ -135,6 +139,7 @@ class SampleClient:
                     message_id=request.request,
                     ttl_s=attempt_s + 1,
                 )
+                self._watch.answered()
                 return await future
         except TimeoutError:
             return None
@@ -143,7 +148,11 @@ class SampleClient:
                 cancelled = msgspec.json.encode(CancelSample(request=request.request))
                 await self._bus.send(cancel_subject(record.runtime_tenant, record.runtime), cancelled)
             raise
-        except Transient:
+        except Rejected:
+            self._watch.answered()
+            raise
+        except Transient as error:
+            self._watch.failed(error)
             await asyncio.sleep(min(attempt_s, 0.5))
             return None
         finally:

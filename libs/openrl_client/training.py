@@ -23,6 +23,7 @@ import msgspec
 
 from openrl_client.encoding import encode
 from openrl_client.errors import Conflict, JobEndedError, Rejected, Transient, Unreachable
+from openrl_client.write_watch import WriteWatch
 from openrl_common.names import train_subject
 from openrl_common.streams import PAYLOAD_INLINE_BYTES_MAX
 from openrl_common.wire import RESULT_DECODER, PayloadRef, TrainRequest, TrainResult
@@ -116,6 +117,7 @@ class TrainingLog:
         self._unsubscribe: Callable[[], Awaitable[None]] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: Exception | None = None
+        self._watch = WriteWatch(f"requests of job {job}", bus.why_unwritten)
 
     async def start(self) -> None:
         self._inbox = self._bus.new_inbox()
@@ -169,15 +171,18 @@ class TrainingLog:
         while True:
             request, body = await self._queue.get()
             deadline = time.monotonic() + UNREACHABLE_AFTER_S
-            while not await self._try_publish(request, body):
-                if time.monotonic() > deadline:
-                    error = Unreachable(
-                        f"job {self._job}: no server took request {request.seq} for {UNREACHABLE_AFTER_S:.0f} s: "
-                        "check that the system is up (openrl up), then attach to the job again"
-                    )
-                    self._fail_all(error)
-                    return
-                await asyncio.sleep(0.5)
+            with self._watch.waiting():
+                self._watch.tries()
+                while not await self._try_publish(request, body):
+                    if time.monotonic() > deadline:
+                        error = Unreachable(
+                            f"job {self._job}: no server took request {request.seq} for {UNREACHABLE_AFTER_S:.0f} s: "
+                            "check that the system is up (openrl up), then attach to the job again"
+                        )
+                        self._fail_all(error)
+                        return
+                    await asyncio.sleep(0.5)
+                self._watch.answered()
 
     async def _try_publish(self, request: TrainRequest, body: bytes) -> bool:
         # The inbox is this log's alone: two clients' requests of one number never pass for the same message.
@@ -202,7 +207,8 @@ class TrainingLog:
                 except Conflict:
                     if await self._resolve(request, body):
                         return True
-        except Transient:
+        except Transient as error:
+            self._watch.failed(error)
             return False
         except Rejected as error:  # its number is taken: nothing after it could ever be applied
             self._give_up(request.seq, error)

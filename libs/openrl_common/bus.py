@@ -270,6 +270,7 @@ class Bus:
                 )
                 return int(ack.seq)
             except NETWORK_ERRORS as error:
+                self.unwritten.note(error)
                 if time.monotonic() >= deadline:
                     raise Unreachable(
                         f"NATS did not confirm a message on {subject} within {deadline_s:g} s: it may still arrive "
@@ -288,6 +289,12 @@ class Bus:
                     f"a message of {len(body)} bytes on {subject} is larger than the NATS server takes",
                     code="too-large",
                 ) from error
+
+    def why_unwritten(self) -> str:
+        """What is known of why writes are not confirmed, while no answer comes."""
+        if not self.connected:
+            return "NATS is away, reconnecting"
+        return self.unwritten.answer or "NATS is there and does not confirm them, as when its disk is full"
 
     async def send(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> None:
         """Core NATS, at most once: answers to inboxes, whose loss the asker's own retry covers.

@@ -21,6 +21,12 @@ class Unwritten:
     def __init__(self, stopping: asyncio.Event) -> None:
         self._stopping = stopping
         self._subjects: set[str] = set()
+        self.answer = ""
+        """What the server said when it last took none, empty while it says nothing."""
+
+    def note(self, error: Exception) -> None:
+        """A try failed with ``error`` and is repeated."""
+        self.answer = str(getattr(error, "description", "") or "")
 
     @contextlib.contextmanager
     def during(self, subject: str) -> Iterator[None]:

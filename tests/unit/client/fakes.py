@@ -39,6 +39,9 @@ class FakeBus:
         self._arrived = asyncio.Condition()
         self.on_publish: Callable[[str, bytes], Awaitable[None]] | None = None
 
+    def why_unwritten(self) -> str:
+        return "the disk is full"
+
     def new_inbox(self) -> str:
         return f"_INBOX.{len(self.inboxes)}"
 

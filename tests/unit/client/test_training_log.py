@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from openrl_client import write_watch
 from openrl_client.errors import Conflict, JobEndedError, Rejected
 from openrl_client.training import IN_FLIGHT_MAX, TrainingLog
 from openrl_common.wire import (
@@ -93,6 +94,25 @@ async def test_unknown_outcome_is_published_again_under_the_same_id(
     await answer(bus, TrainResult(seq=5, version=2))
     assert (await first).version == 1
     assert (await second).version == 2
+
+
+async def test_a_write_that_is_held_up_is_said_once_with_the_reason_and_again_when_it_goes_on(
+    bus: FakeBus, log: TrainingLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """C6: the retries last for minutes under a full disk, and were silent."""
+    real_sleep = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda _: real_sleep(0))
+    monkeypatch.setattr(write_watch, "SAY_AFTER_S", 0.0)
+    bus.failures_left = 10
+    log.send(SaveWeights)
+    await bus.wait_published(1)
+    log.send(SaveWeights)
+    await bus.wait_published(2)
+    await real_sleep(0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "requests of job j: not stored for 0 s, trying on: no answer",
+        "requests of job j: NATS takes them again",
+    ]
 
 
 async def test_refusal_raises_the_trainers_code(bus: FakeBus, log: TrainingLog) -> None:
