@@ -117,8 +117,9 @@ class World:
                 await asyncio.sleep(0.05)
 
     async def send(
-        self, *, name: str = "", job: str = "j", timeout_s: float = 30.0, body: bytes = b"", **fields: Any
-    ) -> str:
+        self, *, name: str = "", job: str = "j", timeout_s: float = 30.0, body: bytes = b"", asker: str = "t",
+        **fields: Any,
+    ) -> str:  # fmt: skip
         name = name or uuid.uuid4().hex
         request = SampleRequest(
             **{
@@ -129,7 +130,10 @@ class World:
         )  # fmt: skip
         self.answers[name] = asyncio.get_running_loop().create_future()
         await self.bus.publish_raw(
-            sample_subject(*self.runtime), body or msgspec.json.encode(request), message_id=name, ttl_s=timeout_s + 1
+            sample_subject(*self.runtime, asker),
+            body or msgspec.json.encode(request),
+            message_id=name,
+            ttl_s=timeout_s + 1,
         )
         return name
 

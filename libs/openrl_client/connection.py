@@ -31,6 +31,7 @@ Answer = TypeVar("Answer", bound=msgspec.Struct)
 
 EVENTS_STREAM = "OPENRL_EVENTS"
 ADMISSION_TIMEOUT_S = 10.0
+ADMISSION_LOOK_S = 1.0
 QUERY_RETRY_S = 0.2
 
 
@@ -76,7 +77,7 @@ async def connect(
     check_tenant(tenant)
     from openrl_common.bus import Bus
 
-    bus = await Bus.connect(find_url(url, home), name=f"client-{tenant}")
+    bus = await Bus.connect(find_url(url, home), name=f"client-{tenant}", tenant=tenant)
     client = Client(bus, tenant)
     try:
         yield client
@@ -89,6 +90,19 @@ def _with_absolute_model(spec: JobSpec) -> JobSpec:
     if not spec.base_model.strip():
         return spec  # placement says what is missing
     return msgspec.structs.replace(spec, base_model=str(Path(spec.base_model).expanduser().absolute()))
+
+
+def _admits(body: bytes, submission: str) -> bool:
+    """Whether this is placement's yes to ``submission`` (or its end, before it was admitted). Raises Rejected: no."""
+    try:
+        event = EVENT_DECODER.decode(body)
+    except msgspec.MsgspecError:
+        return False
+    if getattr(event, "submission", "") != submission:
+        return False
+    if isinstance(event, JobFailed):
+        raise Rejected(event.message, code=event.code)
+    return isinstance(event, JobAdmitted | JobEnded)
 
 
 class Client:
@@ -153,20 +167,30 @@ class Client:
         return await self.attach(spec.name, submission=submission)
 
     async def _admission(self, name: str, submission: str) -> None:
-        """Follow the job's placement events from the beginning: nothing can be missed, whenever this starts."""
-        subject = f"openrl.ev.placement.{self.tenant}.job.{name}.>"
-        async with contextlib.aclosing(self.bus.tail(stream=EVENTS_STREAM, subject=subject)) as deliveries:
-            async for delivery in deliveries:
-                try:
-                    event = EVENT_DECODER.decode(delivery.body)
-                except msgspec.MsgspecError:
-                    continue
-                if getattr(event, "submission", "") != submission:
-                    continue
-                if isinstance(event, JobAdmitted | JobEnded):  # or cancelled by somebody before it was admitted
-                    return
-                if isinstance(event, JobFailed):
-                    raise Rejected(event.message, code=event.code)
+        """Listen for placement's answer, and look up what was said before or while the connection was away.
+
+        No consumer of the events: who may pull from one of that stream may pull from those of the services (tenancy).
+        """
+        subject = f"openrl.ev.placement.{self.tenant}.job.{name}"
+        heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+        async def on_event(body: bytes, _headers: dict[str, str]) -> None:
+            heard.put_nowait(body)
+
+        unsubscribe = await self.bus.subscribe(f"{subject}.*", on_event)
+        try:
+            while True:
+                for answer in (JobAdmitted, JobFailed, JobEnded):
+                    last = await self.bus.last(stream=EVENTS_STREAM, subject=f"{subject}.{answer.FACT}")
+                    if last is not None and _admits(last.body, submission):
+                        return
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(ADMISSION_LOOK_S):
+                        while not _admits(await heard.get(), submission):
+                            pass
+                        return
+        finally:
+            await unsubscribe()
 
     async def attach(self, name: str, *, submission: str | None = None) -> Job:
         """Drive a job that was submitted before; its training log goes on at the next free number (C2).

@@ -134,7 +134,7 @@ class SampleClient:
         try:
             async with asyncio.timeout(attempt_s):
                 await self._bus.publish_raw(
-                    sample_subject(record.runtime_tenant, record.runtime),
+                    sample_subject(record.runtime_tenant, record.runtime, record.tenant),
                     body,
                     message_id=request.request,
                     ttl_s=attempt_s + 1,

@@ -39,6 +39,7 @@ from openrl_common.pull import JETSTREAM_FAULTS, NETWORK_ERRORS, Lost, Puller, h
 from openrl_common.settlement import Delivery, Handler, Outcome, delivery_of
 from openrl_common.store import Store
 from openrl_common.telemetry import inject_context
+from openrl_common.tenancy import TenantConnection, without_password
 from openrl_common.unwritten import Unwritten
 from openrl_common.wire import PayloadRef
 
@@ -64,10 +65,10 @@ _ENCODING = "openrl-encoding"
 """Of a request: the asker reads answers compressed so. Of an answer: it is."""
 _ZLIB = "zlib"
 _ANSWER_PLAIN_BYTES_MAX = 256 * 1024
-_SUBJECT = re.compile(r"(_INBOX[\w-]*|openrl\.q)\.[!-)+-=?-~]{1,1024}", re.ASCII)
-"""An inbox (of any prefix that begins so) or a question: never a stream, a bucket or JetStream itself, where whoever
-asks would write with the rights of whoever answers. Printable ASCII without blanks and wildcards: nothing in it can end
-the protocol line it is written into."""
+_SUBJECT = re.compile(r"(_INBOX[\w-]*|_R_|openrl\.q)\.[!-)+-=?-~]{1,1024}", re.ASCII)
+"""An inbox (of any prefix that begins so; ``_R_``: the server's own, for an asker in another account) or a question:
+never a stream, a bucket or JetStream itself, where whoever asks would write with the rights of whoever answers.
+Printable ASCII without blanks and wildcards: nothing in it can end the protocol line it is written into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,27 +102,30 @@ class Bus:
     # --- life cycle --------------------------------------------------------------------------------------------
 
     @classmethod
-    async def connect(cls, url: str, *, name: str, deadline_s: float = 10.0) -> Bus:
-        """Connect, and reconnect for ever afterwards.
+    async def connect(cls, url: str, *, name: str, tenant: str = "", deadline_s: float = 10.0) -> Bus:
+        """Connect, and reconnect for ever afterwards. ``tenant``: a client's, which keeps to ``tenancy``.
 
         Raises:
-            Unreachable: no NATS server answered at ``url`` within ``deadline_s``.
+            Unreachable: no NATS server answered at ``url`` within ``deadline_s``, or it refused the user or password.
         """
         holder: list[Bus] = []
+        shown, refused = without_password(url), False
 
         async def on_reconnect() -> None:
             if holder:
                 holder[0]._on_reconnect()
 
         async def on_error(error: Exception) -> None:
+            nonlocal refused
+            refused = refused or "authorization" in str(error).lower()
             log.debug("nats error: %r", error)
 
         async def on_disconnect() -> None:
             if not holder or holder[0].stopping.is_set():
                 return  # not there yet, or closing: nothing is lost
-            log.warning("nats connection lost, reconnecting url=%s", url)
+            log.warning("nats connection lost, reconnecting url=%s", shown)
 
-        connection = Connection()
+        connection = TenantConnection(tenant) if tenant else Connection()
         try:
             async with asyncio.timeout(deadline_s):
                 await connection.connect(
@@ -141,8 +145,13 @@ class Bus:
         except _CONNECT_ERRORS as error:
             with contextlib.suppress(Exception):
                 await connection.close()
+            if refused:
+                raise Unreachable(
+                    f"the NATS server at {shown} refused the user or password",
+                    remedy="give both in the address: nats://USER:PASSWORD@HOST:PORT",
+                ) from error
             raise Unreachable(
-                f"no NATS server answered at {url} within {deadline_s:g} s",
+                f"no NATS server answered at {shown} within {deadline_s:g} s",
                 remedy="start one with `openrl up`, or name another with --nats-url or OPEN_RL_NATS_URL",
             ) from error
         bus = cls(connection)

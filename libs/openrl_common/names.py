@@ -68,9 +68,12 @@ def train_subject(tenant: str, job: str) -> str:
     return f"openrl.train.{tenant}.{job}"
 
 
-def sample_subject(tenant: str, runtime: str) -> str:
-    """Requests to the samplers of one runtime (the job itself for FFT; tenant ``_shared`` for LoRA)."""
-    return f"openrl.sample.{tenant}.{runtime}"
+def sample_subject(tenant: str, runtime: str, asker: str) -> str:
+    """Requests to the samplers of one runtime (the job itself for FFT; tenant ``_shared`` for LoRA).
+
+    ``asker``: the tenant whose job is asked for, ``*`` for all; last, so that a credential can be limited to it.
+    """
+    return f"openrl.sample.{tenant}.{runtime}.{asker}"
 
 
 def cancel_subject(tenant: str, runtime: str) -> str:

@@ -30,6 +30,7 @@ from openrl_common.bus import Bus
 from openrl_common.bus_metrics import export_bus
 from openrl_common.errors import Bug, OpenRLError, Rejected, Unreachable
 from openrl_common.health import Check, HealthServer, Heartbeat, check
+from openrl_common.tenancy import without_password
 from openrl_common.variables import unknown_variables
 
 log = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ async def _serve(service: str, config: ServiceSettings, body: Body) -> int:
         export_bus(bus, registry)
         checks["bus"] = check(lambda: bus.connected, "not connected to NATS")
         context = ServiceContext(bus, stopping, registry, checks, health_port=port)
-        log.info("service started health_port=%d nats_url=%s", port, config.nats_url)
+        log.info("service started health_port=%d nats_url=%s", port, without_password(config.nats_url))
         try:
             await _run_body(context, body)
         finally:

@@ -243,7 +243,8 @@ async def test_K3_K8_the_samplers_image_samples_with_vllm_as_its_pod_would(
             request=uuid.uuid4().hex, tenant="t", job="j", incarnation=1, prompts=[[5, 9, 13]],
             params=SamplingParams(n=2, max_tokens=6, seed=3), deadline=time.time() + 60, reply_to=world.inbox,
         )  # fmt: skip
-        await world.bus.publish_raw(sample_subject("t", "j"), msgspec.json.encode(request), message_id="r1", ttl_s=60)
+        subject = sample_subject("t", "j", "t")
+        await world.bus.publish_raw(subject, msgspec.json.encode(request), message_id="r1", ttl_s=60)
         async with asyncio.timeout(60):
             result = await answered.get()
         assert result.error is None

@@ -111,6 +111,8 @@ class Requests:
         except msgspec.DecodeError as error:
             await self._refuse_unreadable(delivery, error)
             return
+        if delivery.subject.rpartition(".")[2] != request.tenant:  # what a credential is limited by (E1)
+            raise Poison(f"message {delivery.sequence} on {delivery.subject} speaks for tenant {request.tenant!r}")
         key = str(delivery.sequence)
         if key in self.in_hand:  # redelivered while it runs here: the first delivery's handler answers
             await _beat_until(self.in_hand[key].future, delivery)

@@ -194,7 +194,7 @@ class Sampler:
         consume = context.bus.consume(
             stream="OPENRL_SAMPLE",
             durable=context.workload.workload,  # <tenant>--<runtime>--sampler: no two runtimes share one
-            subjects=[sample_subject(context.workload.tenant, context.workload.owner_name)],
+            subjects=[sample_subject(context.workload.tenant, context.workload.owner_name, "*")],
             handler=requests.handle,
             concurrency=2 * config.max_waiting_requests,
             ack_wait_s=ACK_WAIT_S,

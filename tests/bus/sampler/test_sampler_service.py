@@ -86,11 +86,13 @@ async def test_v10_every_bad_request_gets_its_own_code_and_harms_nobody(world: W
         async for delivery in world.bus.tail(stream="OPENRL_DLQ", subject="openrl.dlq.>"):
             assert delivery.body == b"\xff not json"
             break
+    forged = await world.send(asker="other")
     waiting = [await world.send(at_least=5, timeout_s=6.0) for _ in range(6)]
     codes = [result.error.code for result in await asyncio.gather(*map(world.answer, waiting)) if result.error]
     assert sorted(codes) == ["busy"] * 2 + ["version-not-served"] * 4
     assert versions(await world.sample()) == {0}
     assert not world.answers[late].done()
+    assert not world.answers[forged].done(), "its subject is another tenant's than its job"
     assert len(world.answered) == len(set(world.answered))
 
 

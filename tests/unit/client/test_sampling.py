@@ -65,7 +65,7 @@ async def test_request_goes_to_the_runtime_of_the_job(bus: FakeBus, samples: Sam
     assert result.sequences == DONE
     subject, body, message_id = bus.published[0]
     request = SAMPLE_DECODER.decode(body)
-    assert subject == "openrl.sample._shared.lora-m-1"
+    assert subject == "openrl.sample._shared.lora-m-1.default"
     assert (request.job, request.incarnation, request.at_least) == ("j", 7, 2)
     assert message_id == request.request
 

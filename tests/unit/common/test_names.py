@@ -37,7 +37,7 @@ def test_E1_every_events_subject_is_source_tenant_entity_id_fact(kind: type[Even
 
 def test_E1_subjects_of_requests_and_queries() -> None:
     assert train_subject("acme", "sort") == "openrl.train.acme.sort"
-    assert sample_subject(SHARED, "lora-tiny-0") == "openrl.sample._shared.lora-tiny-0"
+    assert sample_subject(SHARED, "lora-tiny-0", "team") == "openrl.sample._shared.lora-tiny-0.team"
     assert query_subject("placement", "jobs") == "openrl.q.placement.jobs"
 
 
