@@ -79,7 +79,7 @@ def export(job: str, name: str, out: Path, adapter: bool, nats_url: str | None, 
 
     async def main() -> None:
         if sys.stderr.isatty():
-            click.echo(f"loading {job}/{name} and its base model", err=True)
+            click.echo(f"loading {job}/{name}{'' if adapter else ' and its base model'}", err=True)
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, env=dict(os.environ)
         )

@@ -4,7 +4,8 @@
 
 OUT loads with ``from_pretrained``: the trained model, or the base with the adapter merged into it; tokenizer and
 generation files come from the base model's directory. ``--adapter`` writes a LoRA job's adapter alone, in PEFT's
-layout. OUT appears whole or not at all. Runs on the CPU, needs no system and no trainer.
+layout; the base's weights are then not loaded. OUT appears whole or not at all. Runs on the CPU, needs no system and
+no trainer.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from openrl_common.records import StateInfo
 from openrl_common.states import read_info
 
 if TYPE_CHECKING:
+    import torch
+
     from openrl_trainer.model import BaseModel
 
 _ADAPTER = "exported"
+_PEFT_PREFIX = "base_model.model."
+"""What PEFT's layout puts before a parameter's name in the model."""
 _WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -49,36 +54,36 @@ def export(state: Path, out: Path, *, adapter_alone: bool = False) -> None:
 
     from openrl_trainer.files import disk_errors, publish_directory, temporary_directory
     from openrl_trainer.state_file import read_state
-    from openrl_trainer.weights_out import copy_weights
 
-    base = _load(info)
+    base = _load(info, torch.device("meta" if adapter_alone else "cpu"))
     adapter = _ADAPTER if info.lora is not None else ""
     parameters = dict[str, torch.Tensor](base.trainable(adapter))
     kept, _ = read_state(state, parameters, base)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(kept["parameter"][name])
     with disk_errors(out), temporary_directory(out.absolute()) as temporary:
         if adapter_alone:
             import safetensors.torch
 
-            weights = copy_weights(base, adapter)
+            weights = {
+                name: kept["parameter"][name.removeprefix(_PEFT_PREFIX)].to(like.dtype)
+                for name, like in base.adapter_tensors(adapter).items()
+            }
             safetensors.torch.save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
             config = copy.deepcopy(base.adapter_config(adapter))
             config.inference_mode = True
             config.save_pretrained(str(temporary))
         else:
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.copy_(kept["parameter"][name])
             base.merged().save_pretrained(str(temporary))
             _copy_rest(Path(base.path), temporary)
         publish_directory(temporary, out.absolute())
 
 
-def _load(info: StateInfo) -> BaseModel:
-    import torch
-
+def _load(info: StateInfo, device: torch.device) -> BaseModel:
     from openrl_trainer.model import BaseModel
 
-    base = BaseModel(info.base_model, dtype=info.dtype or "float32", device=torch.device("cpu"), frozen=bool(info.lora))
+    base = BaseModel(info.base_model, dtype=info.dtype or "float32", device=device, frozen=bool(info.lora))
     if info.lora is not None:
         base.add_adapter(_ADAPTER, info.lora, seed=0)
     return base

@@ -164,7 +164,9 @@ class BaseModel:
         return chunked_logprobs(hidden, targets, self.head, chunk_tokens)
 
     def _probe_head(self) -> bool:
-        """Whether head(hidden) equals the model's own logits."""
+        """Whether head(hidden) equals the model's own logits. A model without weights (on ``meta``) has no logits."""
+        if self.device.type == "meta":
+            return False
         count = min(_PROBE_TOKENS, self.vocabulary, self.length_max)
         ids = torch.arange(count, device=self.device).unsqueeze(0)
         with torch.no_grad():

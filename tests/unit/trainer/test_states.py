@@ -10,6 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import peft
@@ -321,6 +322,24 @@ def test_a_lora_state_exports_merged_and_as_an_adapter(new_engine: Engines, mode
         warnings.simplefilter("ignore")  # peft reads attributes that transformers deprecates
         loaded = peft.PeftModel.from_pretrained(load(model_path), str(tmp_path / "adapter"))
     assert torch.equal(logits(loaded.eval()), own)
+
+
+def test_an_adapter_is_exported_without_the_weights_of_its_base(
+    new_engine: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A base of many gigabytes would be read for nothing, and need that much memory."""
+    trained(new_engine(lora=LoraSpec(rank=4)))
+    made: list[BaseModel] = []
+    make = BaseModel.__init__
+
+    def noted(base: BaseModel, *arguments: Any, **named: Any) -> None:
+        make(base, *arguments, **named)
+        made.append(base)
+
+    monkeypatch.setattr(BaseModel, "__init__", noted)
+    export(state_path(tmp_path, "default", "job", "s"), tmp_path / "adapter", adapter_alone=True)
+    (base,) = made
+    assert all(parameter.is_meta for parameter in base.model.parameters())
 
 
 def test_exports_refuse_in_one_line_and_leave_nothing(new_engine: Engines, tmp_path: Path) -> None:
