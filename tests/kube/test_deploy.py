@@ -83,6 +83,10 @@ def test_K8_the_monitoring_component_is_accepted_where_the_operator_is(
     assert "prometheusrule.monitoring.coreos.com/openrl" in answer
 
 
+def test_K8_the_component_for_tenants_is_accepted(control_plane: ControlPlane) -> None:
+    assert "Warning" not in dry_run_with(control_plane, "tenants")
+
+
 def test_O4_with_the_tracing_component_services_and_workers_know_the_collector(control_plane: ControlPlane) -> None:
     answer = dry_run_with(control_plane, "tracing")
     assert "networkpolicy.networking.k8s.io/openrl-workers-tracing" in answer

@@ -38,7 +38,8 @@ from openrl_common.wire import (
     TrainResult,
 )
 
-ACCOUNTS = Path(__file__).parents[3] / "scripts" / "nats_accounts.py"
+ROOT = Path(__file__).parents[3]
+ACCOUNTS = ROOT / "scripts" / "nats_accounts.py"
 RUNTIME = "lora-m-1"
 Url = Callable[[str], str]
 
@@ -63,6 +64,27 @@ def server(directory: Path, configuration: str) -> Iterator[Url]:
     finally:
         process.kill()
         process.wait()
+
+
+def test_the_component_for_clusters_has_what_the_script_writes_and_a_server_takes_it_K8(tmp_path: Path) -> None:
+    files = ROOT / "deploy" / "components" / "tenants"
+    written = subprocess.run([sys.executable, ACCOUNTS, "team-a", "team-b"], check=True, capture_output=True, text=True)
+    assert (files / "accounts.conf").read_text() == written.stdout
+    for path in (ROOT / "deploy" / "base" / "nats.conf", files / "accounts.conf", files / "tenants.conf"):
+        (tmp_path / path.name).write_text(path.read_text())
+    passwords = {f"OPENRL_NATS_PASSWORD{of}": "secret" for of in ("", "_TEAM_A", "_TEAM_B")}
+    checked = subprocess.run(
+        [find_binary(), "-t", "-c", tmp_path / "tenants.conf"], env=os.environ | passwords | {"POD_NAME": "n-0"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize("tenant", ["_shared", "a.b", 'x"}', ""])
+def test_a_tenant_that_is_none_gets_no_account(tenant: str) -> None:
+    refused = subprocess.run([sys.executable, ACCOUNTS, tenant], check=False, capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert repr(tenant) in refused.stderr
 
 
 @pytest.fixture
