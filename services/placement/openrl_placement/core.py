@@ -111,11 +111,11 @@ def booked(state: State, record: WorkloadRecord, assignment: str, claim: str, no
     """
     state.note_released(record.assignment)
     waited = waits(record)
-    state.refused_at.pop(record.workload, None)
     claim_record = state.fleet.claims.get(claim)
     record = msgspec.structs.replace(record, assignment=assignment, claim=claim, node="")
     if claim_record is not None and claim_record.state is ClaimState.ALLOCATED:
         record = _as_placed(record, claim_record.node, now)
+        state.refused_at.pop(record.workload, None)
     else:
         record = msgspec.structs.replace(record, phase=WorkloadPhase.PENDING)
     state.put_workload(record)
@@ -162,7 +162,7 @@ def _refused(state: State, event: SeatRefused, now: float, fx: Effects) -> None:
         fx.workloads[record.workload] = None
         settle(state, event.workload, now, fx)
     else:
-        if placed(record):
+        if placed(record) or (record.assignment and not state.line.busy(record.workload)):
             pass  # a late answer: another replica has booked the same request
         elif event.code in ("predecessor", "releasing"):
             record = with_reason(record, Reason.WAITING_FOR_PREDECESSOR, event.message, now)
@@ -317,6 +317,7 @@ def claim_changed(state: State, claim: str, record: ClaimRecord | None, now: flo
             may_wake |= before is None or seated.assignment not in before.entries  # its seat was heard of first
             if seated.phase is WorkloadPhase.PENDING:
                 state.put_workload(_as_placed(seated, record.node, now))
+                state.refused_at.pop(workload, None)
                 fx.workloads[workload] = None
                 founders.append(workload)
     if may_wake:

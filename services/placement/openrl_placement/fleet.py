@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 
 import msgspec
@@ -285,6 +285,7 @@ class Fleet:
         *,
         left_out: Callable[[str], bool] | None = None,
         aimed: Callable[[str], int] | None = None,
+        looked_at_max: int | None = None,
     ) -> list[str]:
         """P4: at most 16 claims that would take the workload, best first.
 
@@ -292,6 +293,7 @@ class Fleet:
             left_out: promised to earlier waiters.
             aimed: requests under way that try this claim first. Among devices of one size such claims come last: each
                 request is about to add an owner there, and two that meet on one claim make each other start over.
+            looked_at_max: of the claims whose device fits, look at so many; None = all.
         """
         found: list[str] = []
         crowded: list[tuple[int, str]] = []
@@ -307,7 +309,7 @@ class Fleet:
                 found.append(claim)
             return len(found) == CANDIDATES_MAX
 
-        for claim in self._in_order(self._open[need.shape.role], need):
+        for claim in islice(self._in_order(self._open[need.shape.role], need), looked_at_max):
             record = self.claims[claim]
             if record.device_bytes != size:
                 if any(take(each) for _, each in sorted(crowded, key=itemgetter(0))):

@@ -1,7 +1,8 @@
 """The waiting line (W1): priority descending, then the stream sequence of JobSubmitted; and what was promised to whom.
 
 Waiters are grouped by what they need, because a freed seat fits all of a group or none of it: a wake-up merges the
-heads of the few groups that fit instead of walking thousands of waiters. A claim offered to a waiter is promised to
+heads of the few groups that fit instead of walking thousands of waiters; those who were promised as much as one may
+stand apart, or it would walk over them. A claim offered to a waiter is promised to
 it until that waiter is settled, and so is host memory of the claim's node, which all claims there share: nothing that
 an earlier waiter could use goes to a later one.
 
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from sortedcontainers import SortedList
 
 from openrl_common.records import Shape
+from openrl_placement.fleet import CANDIDATES_MAX
 
 Place = tuple[int, int, str]
 """``(-priority, incarnation, workload)``: ascending is the line's order."""
@@ -52,6 +54,10 @@ class Line:
     def __init__(self) -> None:
         self._all: SortedList[Place] = SortedList()
         self._groups: dict[Group, SortedList[Place]] = {}
+        self._firsts: SortedList[Place] = SortedList()
+        """The first of each group: a wake-up that ends with the first in line need not look at every group."""
+        self._laden: SortedList[Place] = SortedList()
+        """Those who are promised ``CANDIDATES_MAX`` claims; all others are in ``_groups``."""
         self._where: dict[str, tuple[Place, Group]] = {}
         self._promises: dict[str, Promise] = {}
         self._promised: Counter[str] = Counter()
@@ -73,7 +79,7 @@ class Line:
         self.leave(workload)
         self._where[workload] = (place, group)
         self._all.add(place)
-        self._groups.setdefault(group, SortedList()).add(place)
+        self._add(place, group)
 
     def leave(self, workload: str) -> None:
         """Leave the line; a promise stays until it is settled."""
@@ -81,39 +87,108 @@ class Line:
         if place is None or group is None:
             return
         self._all.remove(place)
+        self._drop(place, group)
+
+    def _add(self, place: Place, group: Group) -> None:
+        if self.is_laden(place[2]):
+            self._laden.add(place)
+            return
+        members = self._groups.setdefault(group, SortedList())
+        first = members[0] if members else None
+        members.add(place)
+        if members[0] is place:
+            self._firsts.add(place)
+            if first is not None:
+                self._firsts.remove(first)
+
+    def _drop(self, place: Place, group: Group) -> None:
+        if self.is_laden(place[2]):
+            self._laden.remove(place)
+            return
         members = self._groups[group]
+        first = members[0]
         members.remove(place)
+        if first == place:
+            self._firsts.remove(place)
+            if members:
+                self._firsts.add(members[0])
         if not members:
             del self._groups[group]
+
+    def is_laden(self, workload: str) -> bool:
+        """Is it promised as many claims as one may?"""
+        return len(self.promised_to(workload).claims) >= CANDIDATES_MAX
+
+    def _set_promise(self, workload: str, promise: Promise | None) -> None:
+        place, group = self._where.get(workload, (None, None))
+        if place is not None and group is not None:
+            self._drop(place, group)
+        if promise is None:
+            self._promises.pop(workload, None)
+        else:
+            self._promises[workload] = promise
+        if place is not None and group is not None:
+            self._add(place, group)
 
     def position(self, workload: str) -> int | None:
         """Place in the line, from 1; None = not waiting."""
         place, _ = self._where.get(workload, (None, None))
         return None if place is None else int(self._all.bisect_left(place)) + 1
 
-    def groups(self) -> list[Group]:
-        return list(self._groups)
+    def groups(self) -> set[Group]:
+        return {group for _, group in self._where.values()}
 
     def place(self, workload: str) -> Place:
         """Where it stands: KeyError for one that does not wait."""
         return self._where[workload][0]
 
-    def waiting(self, fits: Callable[[Group], bool] | None = None, *, after: Place | None = None) -> Iterator[str]:
+    def waiting(
+        self, fits: Callable[[Group], bool] | None = None, *, after: Place | None = None, laden: bool = True
+    ) -> Iterator[str]:
         """Waiters of the groups that fit, first in line first, or first behind a place (which may have been left).
 
-        The line may be changed while this is read.
+        A group is looked at when it is its turn. The line may be changed while this is read.
+
+        Args:
+            laden: also those who are promised as many claims as one may.
         """
-        chosen = [_walk(members, after) for group, members in self._groups.items() if fits is None or fits(group)]
-        for place in heapq.merge(*chosen):
-            if place[2] in self._where:
+        if fits is None and laden:
+            yield from (place[2] for place in _walk(self._all, after))
+            return
+        firsts = self._firsts if after is None else SortedList(self._firsts_behind(after))
+        heads: list[tuple[Place, SortedList[Place]]] = []
+        if laden and (first := _next(self._laden, after)):
+            heads.append((first, self._laden))
+        begun: set[Group] = set()
+        opening = _next(firsts, None)
+        while heads or opening:
+            if opening and not (heads and heads[0][0] < opening):
+                _, group = self._where.get(opening[2], (None, None))
+                if group in self._groups and group not in begun:
+                    begun.add(group)
+                    if fits is None or fits(group):
+                        heapq.heappush(heads, (opening, self._groups[group]))
+                opening = _next(firsts, opening)
+                continue
+            place, members = heads[0]
+            _, group = self._where.get(place[2], (None, None))
+            if group is not None and (members is not self._laden or fits is None or fits(group)):
                 yield place[2]
+            following = _next(members, place)
+            if following is None:
+                heapq.heappop(heads)
+            else:
+                heapq.heapreplace(heads, (following, members))
+
+    def _firsts_behind(self, after: Place) -> Iterator[Place]:
+        return (first for members in self._groups.values() if (first := _next(members, after)))
 
     # --- requests under way ------------------------------------------------------------------------------------
 
     def promise(self, workload: str, promise: Promise) -> None:
         """A request is under way."""
         self.settle(workload)
-        self._promises[workload] = promise
+        self._set_promise(workload, promise)
         self._promised.update(promise.claims)
         self._promised_bytes.update(dict.fromkeys(promise.nodes, promise.host_bytes))
 
@@ -124,7 +199,7 @@ class Line:
     def promise_also(self, workload: str, claim: str, node: str) -> None:
         """Keep a further claim for one whose request does not name it: it is offered this one if that is refused."""
         held = self._promises[workload]
-        self._promises[workload] = replace(held, claims=(*held.claims, claim), nodes=held.nodes | {node})
+        self._set_promise(workload, replace(held, claims=(*held.claims, claim), nodes=held.nodes | {node}))
         self._promised[claim] += 1
         if node not in held.nodes:
             self._promised_bytes[node] += held.host_bytes
@@ -150,7 +225,8 @@ class Line:
     def settle(self, workload: str) -> tuple[Promise, frozenset[str]]:
         """The request was answered: what had been promised, and the nodes of it whose memory somebody went without."""
         self._unaim(workload)
-        promise = self._promises.pop(workload, NOTHING)
+        promise = self.promised_to(workload)
+        self._set_promise(workload, None)
         _take(self._promised, dict.fromkeys(promise.claims, 1))
         _take(self._promised_bytes, dict.fromkeys(promise.nodes, promise.host_bytes))
         short = promise.nodes & self._short
@@ -180,10 +256,13 @@ def _take(counts: Counter[str], amounts: dict[str, int]) -> None:
             del counts[key]
 
 
-def _walk(members: SortedList[Place], after: Place | None) -> Iterator[Place]:
-    """Every member in order, also when members come and go meanwhile; O(log n) a step."""
+def _next(members: SortedList[Place], after: Place | None) -> Place | None:
+    """The first member, or the first behind a place; O(log n)."""
     index = 0 if after is None else members.bisect_right(after)
-    while index < len(members):
-        place = members[index]
-        yield place
-        index = members.bisect_right(place)
+    return members[index] if index < len(members) else None
+
+
+def _walk(members: SortedList[Place], after: Place | None) -> Iterator[Place]:
+    """Every member in order, also when members come and go meanwhile."""
+    while (after := _next(members, after)) is not None:
+        yield after

@@ -24,6 +24,8 @@ from openrl_placement.wedge import nodes_avoided
 
 PROMISES_MAX = 16
 """Requests under way for one claim that has no seat limit."""
+_LOOKED_AT_MAX = 64
+"""Claims that are looked at for what else a waiter may be offered: of a great burst nearly all are promised already."""
 REFUSED_S = 60.0
 SEATLESS_MAX = 64
 """Waiters without any claim that one wake-up asks for; those after them are asked for a tick later."""
@@ -85,7 +87,7 @@ def wake_claims(state: State, claims: Iterable[str], now: float, fx: Effects) ->
     heapq.heapify(heads)
     while heads:
         place, claim, walk = heads[0]
-        following = next(walk, None) if _offer(state, claim, place[2], now, fx) else None
+        following = next(walk, None) if _offer(state, claim, place[2], now, fx) and _is_left(state, claim) else None
         if following is None:
             heapq.heappop(heads)
         else:
@@ -97,18 +99,24 @@ def _takers(state: State, claim: str, now: float) -> Iterator[Place]:
     record = state.fleet.claims.get(claim)
     if record is None or record.state is not ClaimState.ALLOCATED or not len(state.line):
         return
-    if state.fleet.is_leaving(claim):  # what changes the node's budget wakes the line
+    if state.fleet.is_leaving(claim) or not _is_left(state, claim):  # what changes the node's budget wakes the line
         return
 
     def fits(group: Group) -> bool:
         return state.fleet.refusal(claim, Need(group.shape, "")) == ""
 
-    for workload in state.line.waiting(fits):
+    for workload in state.line.waiting(fits, laden=False):
         waiter = state.workloads[workload]
         if waiter.reason is Reason.WAITING_FOR_PREDECESSOR or _was_refused(state, workload, claim, now):
             continue
-        if not state.fleet.refusal(claim, need(waiter, now)):
+        if not waiter.avoid or not state.fleet.refusal(claim, need(waiter, now)):
             yield state.line.place(workload)
+
+
+def _is_left(state: State, claim: str) -> bool:
+    """Has a claim room that is promised to nobody?"""
+    free = state.fleet.seats_free(claim)
+    return state.line.promised(claim) < (PROMISES_MAX if free is None else free)
 
 
 def _offer(state: State, claim: str, workload: str, now: float, fx: Effects) -> bool:
@@ -117,11 +125,10 @@ def _offer(state: State, claim: str, workload: str, now: float, fx: Effects) -> 
     It is kept for one whose request under way may be refused, as when a claim goes away in the moment in which this one
     comes free; up to as many as a request names, or each answer would go through all that is free.
     """
-    free = state.fleet.seats_free(claim)
-    if state.line.promised(claim) >= (PROMISES_MAX if free is None else free):
+    if not _is_left(state, claim):
         return False
     held = state.line.promised_to(workload)
-    if claim in held.claims or len(held.claims) >= CANDIDATES_MAX:
+    if claim in held.claims or state.line.is_laden(workload):
         return True
     waiter, node = state.workloads[workload], state.fleet.claims[claim].node
     if node not in held.nodes and not _memory_is_left(state, claim, workload, need(waiter, now)):
@@ -129,7 +136,8 @@ def _offer(state: State, claim: str, workload: str, now: float, fx: Effects) -> 
     if state.line.busy(workload):
         state.line.promise_also(workload, claim, node)
         return True
-    candidates = [each for each in _candidates(state, waiter, now) if not _was_refused(state, workload, each, now)]
+    known = _candidates(state, waiter, now, looked_at_max=_LOOKED_AT_MAX)
+    candidates = [each for each in known if not _was_refused(state, workload, each, now)]
     if claim not in candidates:
         candidates = [*candidates[: CANDIDATES_MAX - 1], claim]
     _request(state, waiter, tuple(candidates), now, fx)
@@ -144,7 +152,7 @@ def wake_seatless(state: State, now: float, fx: Effects, *, after: Place | None 
     """
     asked = 0
     further, state.seatless_after = state.seatless_after, None
-    for workload in state.line.waiting(partial(_can_found, state), after=after):
+    for workload in state.line.waiting(partial(_can_found, state), after=after, laden=False):
         if state.line.busy(workload):
             continue
         place = state.line.place(workload)
@@ -266,11 +274,14 @@ def repeat_request(state: State, record: WorkloadRecord, now: float, fx: Effects
     _offer_again(state, promise, short, now, fx)
 
 
-def _candidates(state: State, record: WorkloadRecord, now: float) -> tuple[str, ...]:
+def _candidates(
+    state: State, record: WorkloadRecord, now: float, *, looked_at_max: int | None = None
+) -> tuple[str, ...]:
     """Claims that would take it and are not promised to others, best first."""
     wanted = need(record, now)
     left_out = _promised_away(state, record.workload, wanted)
-    return tuple(state.fleet.candidates(wanted, left_out=left_out, aimed=state.line.aimed))
+    aimed = state.line.aimed
+    return tuple(state.fleet.candidates(wanted, left_out=left_out, aimed=aimed, looked_at_max=looked_at_max))
 
 
 def _memory_is_left(state: State, claim: str, workload: str, wanted: Need) -> bool:

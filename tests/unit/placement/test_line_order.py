@@ -5,7 +5,10 @@ Each of these was found by ``test_line_plays``, which says the rule; these say t
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+import pytest
 
 from openrl_common.events import SeatRefused, SeatRequested
 from openrl_common.quantities import GIB
@@ -16,6 +19,7 @@ from openrl_common.records import (
     Reason,
     Standing,
 )
+from openrl_placement.fleet import CANDIDATES_MAX, Fleet
 from unit.placement.desk import Desk, allocated, entry, node
 
 
@@ -213,3 +217,62 @@ def test_W4_who_waits_for_its_predecessor_asks_once_it_is_gone_not_after_every_a
         assert it.workload(request.workload).reason is Reason.WAITING_FOR_PREDECESSOR
         it.release(request.workload, "old", "c-old", 2)
         assert [each.attempt for each in it.take(SeatRequested) if each.workload == request.workload] == [2]
+
+
+def test_W1_E6_a_late_refusal_of_what_another_replica_has_founded_puts_nobody_in_the_line() -> None:
+    it = Desk()
+    it.node(node(devices=2))
+    it.submit("a")
+    request, _ = it.take(SeatRequested)
+    it.book(request, allocate=False)
+    refuse(it, request)
+    assert it.workload(request.workload).reason is None
+    assert request.workload not in it.state.line
+
+
+def test_W1_what_refused_a_waiter_is_remembered_when_it_only_founds_a_claim_of_its_own() -> None:
+    """It was forgotten without a word to the line, and the next request of a later waiter named that claim."""
+    it = Desk()
+    it.submit("a")
+    it.claim("c1", allocated({"x": entry("w")}))
+    it.node(node(devices=2))
+    requests = {each.workload: each for each in it.take(SeatRequested)}
+    first = requests[sampler("a")]
+    refuse(it, first)
+    it.repair()
+    for request in it.take(SeatRequested):
+        if request.workload == first.workload:
+            it.held(first.workload, first.incarnation, "a7", "own", request.attempt)
+    assert it.workload(first.workload).claim == "own"
+    assert first.workload in it.state.line
+    assert "c1" in it.state.refused_at[first.workload]
+
+
+def test_W2_a_wake_up_looks_at_few_however_many_wait_and_however_many_are_asking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each kind of waiter, and each that was promised all it may be, was looked at for every claim that came free."""
+    it = Desk(limit=1)
+    claims = [f"c{index:03}" for index in range(8 * CANDIDATES_MAX)]
+    it.node(node(devices=len(claims)))
+    for claim in claims:
+        it.claim(claim, allocated({claim: entry(f"w-{claim}")}))
+    for number in range(40):
+        wait(it, f"j{number:02}", gib=10 + number)
+    looked_at: list[str] = []
+    refusal = Fleet.refusal
+
+    def counted(fleet: Fleet, claim: str, *rest: Any) -> str:
+        looked_at.append(claim)
+        return refusal(fleet, claim, *rest)
+
+    monkeypatch.setattr(Fleet, "refusal", counted)
+    for claim in claims:
+        it.claim(claim, allocated({}))
+    assert len(looked_at) <= 4 * len(claims)
+    asked_now = it.take(SeatRequested)
+    assert len(asked_now) == 8
+    looked_at.clear()
+    it.claim(claims[0], allocated({"seat": entry(asked_now[0].workload)}))
+    it.held(asked_now[0].workload, asked_now[0].incarnation, "seat", claims[0], asked_now[0].attempt)
+    assert len(looked_at) <= 4 * CANDIDATES_MAX
