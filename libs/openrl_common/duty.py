@@ -109,17 +109,16 @@ class Duty:
 
     async def look(self) -> None:
         """One renewal, or one look at who holds it."""
-        now = self._clock()
-        entry = None
         if self._sent_at is None:
             entry = await self._bucket.get(self._name)
             holder, revision = ("", 0) if entry is None else (entry.value.holder, entry.revision)
-            lapsed = self._pulses.lapsed(self._name, revision, now, limit_s=DUTY_LAPSE_S)
+            # Its silence begins with the answer: asked in an outage, that may show a renewal sent long after.
+            lapsed = self._pulses.lapsed(self._name, revision, self._clock(), limit_s=DUTY_LAPSE_S)
             self.elsewhere = holder not in ("", self._holder) and not lapsed and not self._gone(holder)
             if self.elsewhere:
                 return
             self._revision = revision
-            now = self._clock()
+        now = self._clock()
         self._renewals += 1
         try:
             record = DutyRecord(holder=self._holder, renewals=self._renewals)

@@ -13,19 +13,21 @@ from openrl_common import duty as duty_module
 from openrl_common import streams
 from openrl_common.bus import Bus
 from openrl_common.duty import Duty
-from openrl_common.errors import Conflict, Rejected, Transient
+from openrl_common.errors import Conflict, Transient
 from openrl_common.process_name import process_is_gone, this_process
 from openrl_common.records import (
     ClaimRecord,
     ClaimState,
     CutRecord,
     CutState,
+    DutyRecord,
     LeaseRecord,
     LeaseState,
     ReadyRecord,
     SeatRecord,
     SeatState,
 )
+from openrl_common.store import Entry
 from openrl_ledger.core.retention import KEEP_S_MIN, is_over
 from openrl_ledger.retention_service import Retention, Retirer
 from support import until
@@ -61,6 +63,29 @@ async def test_l6_one_replica_has_the_duty_and_another_takes_it_over_once_it_is_
     assert two.held
     await one.look()
     assert (one.held, two.held) == (False, True)
+
+
+async def test_l6_silence_begins_when_a_look_is_answered_not_when_it_is_asked(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked in an outage, it showed a later renewal: two had the duty, and what one wrote the other never saw."""
+    clock = Clock()
+    one = Duty(bus.store.duties, "upkeep", holder="one", clock=clock)
+    two = Duty(bus.store.duties, "upkeep", holder="two", clock=clock)
+    await one.look()
+    get = bus.store.duties.get
+
+    async def answered_late(name: str) -> Entry[DutyRecord] | None:
+        clock.now += 5.0
+        await one.look()
+        return await get(name)
+
+    with monkeypatch.context() as outage:
+        outage.setattr(bus.store.duties, "get", answered_late)
+        await two.look()
+    clock.now += 6.0
+    await two.look()
+    assert (one.held, two.held) == (True, False)
 
 
 async def test_l6_a_duty_of_a_process_that_is_gone_is_taken_over_at_once(bus: Bus) -> None:
