@@ -57,4 +57,6 @@ REGRESSIONS: dict[int, str] = {
     710381: "the simulator did not know that a ledger's bucket is being rebuilt (L7)",
     844667: "a claim was gone when its first in line asked for it; another came free meanwhile, for a later one (W1)",
     2003613: "a replica that found itself replaced acknowledged the end in its hand: the job was never ended (E6)",
+    6004761: "a duty was taken over too early: its silence was counted from before an outage (L6, E13)",
+    5004667: "a seat was named on a claim that was quarantined in that moment: no worker, and no move allowed (L3)",
 }

@@ -27,7 +27,7 @@ from openrl_placement.wedge import give_up, is_wedged
 UNANSWERED_S = 10.0
 """A request, or a pending claim, that nobody has answered for this long is looked at again."""
 _REASONS_MAX = 256
-_NOT_YET = (WorkloadPhase.PLACED, WorkloadPhase.STARTING)
+_NOT_YET = (WorkloadPhase.PENDING, WorkloadPhase.PLACED, WorkloadPhase.STARTING)
 _REASONS_SLICE = 16
 _SLICE = 64
 

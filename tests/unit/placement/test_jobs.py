@@ -20,7 +20,7 @@ from openrl_common.events import (
 from openrl_common.names import SHARED
 from openrl_common.records import ClaimState, JobPhase, LoraSpec, WorkloadPhase
 from openrl_placement.state import Policy
-from unit.placement.desk import Desk, node
+from unit.placement.desk import Desk, allocated, entry, node
 
 TRAINER, SAMPLER = "default--a--trainer", "default--a--sampler"
 
@@ -449,3 +449,16 @@ def test_a_worker_that_cannot_start_on_a_quarantined_claim_gives_its_seat_up_and
     assert (release.assignment, release.close) == (record.assignment, False)
     it.release(TRAINER, record.assignment, record.claim, incarnation=0)
     assert [request.workload for request in it.take(SeatRequested)] == [TRAINER]
+
+
+def test_a_seat_that_was_named_on_a_claim_quarantined_in_that_moment_is_given_up() -> None:
+    """L3, B4: to placement it looks like a pending one, which may move; the ledger says that it may not, for ever."""
+    it = desk()
+    it.submit("a")
+    request = next(each for each in it.take(SeatRequested) if each.workload == TRAINER)
+    it.claim("shared", allocated({"x": entry("w")}, state=ClaimState.QUARANTINED))
+    it.held(TRAINER, request.incarnation, "late", "shared", request.attempt)
+    assert it.workload(TRAINER).phase is WorkloadPhase.PENDING
+    it.repair()
+    (release,) = [event for event in it.take(SeatReleaseRequested) if event.workload == TRAINER]
+    assert (release.assignment, release.close) == ("late", False)
