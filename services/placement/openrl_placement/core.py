@@ -62,6 +62,7 @@ from openrl_placement.waiting import (
     found_anew,
     join_line,
     note_refusals,
+    offer_fitting,
     settle,
     wake_claim,
     wake_claims,
@@ -174,6 +175,8 @@ def _refused(state: State, event: SeatRefused, now: float, fx: Effects) -> None:
             state.put_workload(record)
         fx.workloads[record.workload] = None
         settle(state, event.workload, now, fx)
+        if waits(record) and not state.line.busy(record.workload):
+            offer_fitting(state, record, now, fx)  # also what its request did not name
 
 
 def _released_event(state: State, event: SeatReleased, now: float, fx: Effects) -> None:

@@ -27,6 +27,7 @@ PROMISES_MAX = 16
 _LOOKED_AT_MAX = 64
 """Claims that are looked at for what else a waiter may be offered: of a great burst nearly all are promised already."""
 REFUSED_S = 60.0
+_UNEXPLAINED = (Reason.UNSCHEDULABLE, Reason.RETRYING)
 SEATLESS_MAX = 64
 """Waiters without any claim that one wake-up asks for; those after them are asked for a tick later."""
 
@@ -65,7 +66,15 @@ def join_line(state: State, record: WorkloadRecord, now: float, fx: Effects, *, 
         record = with_reason(record, reason, message, now)
         state.put_workload(record)
         fx.workloads[record.workload] = None
-    wake_claims(state, state.fleet.candidates(wanted), now, fx)
+        if reason in _UNEXPLAINED:
+            state.unexplained.add(record.workload)
+    offer_fitting(state, record, now, fx)
+
+
+def offer_fitting(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
+    """What this one, which has joined the line, would take is offered: to those before it first."""
+    fitting = state.fleet.candidates(need(record, now))
+    wake_claims(state, [claim for claim in fitting if not _was_refused(state, record.workload, claim, now)], now, fx)
 
 
 def wake_claim(state: State, claim: str, now: float, fx: Effects) -> None:

@@ -276,3 +276,15 @@ def test_W2_a_wake_up_looks_at_few_however_many_wait_and_however_many_are_asking
     it.claim(claims[0], allocated({"seat": entry(asked_now[0].workload)}))
     it.held(asked_now[0].workload, asked_now[0].incarnation, "seat", claims[0], asked_now[0].attempt)
     assert len(looked_at) <= 4 * CANDIDATES_MAX
+
+
+def test_W2_who_is_refused_is_offered_what_its_request_did_not_name() -> None:
+    """Asked before placement began anew, or before a claim had room: it joined the line without a word to it."""
+    it = Desk()
+    it.node(node(devices=2))
+    it.submit("a")
+    request, _ = it.take(SeatRequested)
+    assert request.candidates == ()
+    it.claim("c1", allocated({"x": entry("w")}))
+    refuse(it, request)
+    assert asked(it) == [(request.workload, ("c1",))]
