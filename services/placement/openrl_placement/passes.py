@@ -45,6 +45,9 @@ def tick(state: State, now: float) -> Effects:
         runtime_idle(state, state.workloads[workload], now, fx)
     if state.seatless_after is not None:
         wake_seatless(state, now, fx, after=state.seatless_after)
+    unexplained, state.unexplained = state.unexplained, set()
+    for workload in islice(sorted(unexplained), _REASONS_MAX):
+        _refresh_reason(state, workload, now, fx)
     while state.ended and state.ended[0][0] + state.policy.keep_ended_s <= now:
         _, key = state.ended[0]
         _forget(state, key, fx)
@@ -211,11 +214,15 @@ def _refresh_reasons(state: State, clock: Callable[[], float]) -> Iterator[Effec
     """Reasons change without an event that says so (another job took the last seat): the first in line are told."""
     fx, now = Effects(), clock()
     for count, workload in enumerate(islice(state.line.waiting(), _REASONS_MAX), start=1):
-        record = state.workloads[workload]
-        if not state.line.busy(workload) and record.assignment:
-            told = record.reason in (Reason.UNSCHEDULABLE, Reason.WAITING_FOR_HOST_MEMORY)
-            join_line(state, record, now, fx, cause=record.message if told else "")
+        _refresh_reason(state, workload, now, fx)
         if count % _REASONS_SLICE == 0:
             yield fx
             fx, now = Effects(), clock()
     yield fx
+
+
+def _refresh_reason(state: State, workload: str, now: float, fx: Effects) -> None:
+    record = state.workloads.get(workload)
+    if record is not None and waits(record) and record.assignment and not state.line.busy(workload):
+        told = record.reason in (Reason.UNSCHEDULABLE, Reason.WAITING_FOR_HOST_MEMORY)
+        join_line(state, record, now, fx, cause=record.message if told else "")

@@ -109,6 +109,8 @@ class State:
         self.pulling: dict[str, WorkerRecord] = {}
         self.requested_at: dict[str, float] = {}
         self.sweep_at: float | None = None
+        self.unexplained: set[str] = set()
+        """Waiters whose reason names no number yet: what took the last device is heard of a moment later (W4)."""
         self.seatless_after: Place | None = None
         """The last wake-up of waiters without any claim asked for as many as one may: it goes on behind this place."""
         self.refused_at: defaultdict[str, dict[str, tuple[tuple[int, int], float]]] = defaultdict(dict)

@@ -505,6 +505,28 @@ def test_W4_a_role_no_node_accepts_is_a_wait_that_a_label_ends() -> None:
     assert [request.workload for request in it.take(SeatRequested)] == [trainer("a")]
 
 
+def test_W4_a_reason_without_numbers_is_looked_at_again_a_second_later() -> None:
+    """A launcher has given its last device away, and says no to the next claim before that is heard of here."""
+    it = Desk(limit=1)
+    it.node(node(devices=2))
+    it.submit("a")
+    first, second = it.take(SeatRequested)
+    it.submit("late")
+    late, _ = it.take(SeatRequested)
+    for request in (first, second, late):
+        it.book(request, allocate=False)
+    it.unschedulable(late.workload, "no device is free")
+    assert it.workload(late.workload).reason is Reason.UNSCHEDULABLE
+    for request in (first, second):
+        record = it.workload(request.workload)
+        it.claim(record.claim, allocated({record.assignment: entry(record.workload)}))
+    it.tick(1.0)
+    assert it.workload(late.workload).reason is Reason.WAITING_FOR_SEAT
+    written = len(it.written)
+    it.tick(1.0)
+    assert len(it.written) == written, "once is enough"
+
+
 def test_W5_waits_are_kept_with_reason_and_times_the_standing_one_last() -> None:
     it = full_house()
     queue(it, "a")
