@@ -234,13 +234,24 @@ def seat_lost(state: State, record: WorkloadRecord, now: float, fx: Effects) -> 
 # --- workers ----------------------------------------------------------------------------------------------------
 
 
+def is_early(state: State, event: WorkerUnschedulable | WorkerLaunched | WorkerExited) -> bool:
+    """It speaks of a booking that nothing has told of here yet."""
+    record = state.workloads.get(event.workload)
+    return (
+        record is not None
+        and alive(record)
+        and record.assignment != event.assignment
+        and not state.was_released(event.assignment)
+    )
+
+
 def _worker_event(
     state: State, event: WorkerUnschedulable | WorkerLaunched | WorkerExited, now: float, fx: Effects
 ) -> None:
     record = state.workloads.get(event.workload)
     if record is None or not alive(record) or state.was_released(event.assignment):
         return
-    if record.assignment != event.assignment:
+    if is_early(state, event):
         state.keep_early(event.assignment, event)
         return
     match event:

@@ -31,6 +31,8 @@ def give_way(state: State, now: float, fx: Effects) -> None:
     waiter, _ = half_seated[0]
     if waiter.since is None or now - waiter.since < HALF_SEATED_S:
         return
+    if state.line.promised_to(waiter.workload).claims:  # something has come free for it: that may be all it needs
+        return
     for _, sitter in reversed(half_seated[1:]):
         if order(sitter) > order(waiter) and _would_fit(state, waiter, sitter, now):
             waited = format_seconds(now - waiter.since)

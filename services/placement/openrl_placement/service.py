@@ -28,7 +28,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from openrl_common.bus import Bus, Delivery
 from openrl_common.duty import Duty
 from openrl_common.errors import OpenRLError, Poison, Rejected, Transient
-from openrl_common.events import AnyEvent, JobCancelled, JobFailed, JobFinished, JobSubmitted
+from openrl_common.events import AnyEvent, JobCancelled, JobFailed, JobFinished, JobSubmitted, WorkerExited
 from openrl_common.health import check
 from openrl_common.identity import LedgerIdentity
 from openrl_common.pause import pause
@@ -79,7 +79,7 @@ _REST = 4.0
 """What the repairing pass rests, in multiples of what it took."""
 _SUBMISSION_BYTES_MAX = 64 * 1024
 _EARLY_END_S = 600.0
-"""Longer than any redelivery of a submission: an end whose submission is unknown then is of one that was refused."""
+"""Longer than any redelivery: an end of which nothing is known then is of what was refused, or is over."""
 
 
 @dataclass(frozen=True)
@@ -216,13 +216,16 @@ class Placement:
             return jobs.submitted(self.state, submission, model, self._constants, time.time())
 
     def _came_early(self, event: AnyEvent, delivery: Delivery) -> str:
-        """Why an end must not be acknowledged: its submission is under way, so memory alone has it. "" for all else."""
-        if not isinstance(event, JobCancelled | JobFinished):
+        """Why an end must not be acknowledged: memory alone has it, until what it ends is known. "" for all else."""
+        if isinstance(event, JobCancelled | JobFinished):
+            known = jobs.is_decided(self.state, f"{event.tenant}.{event.job}", event.submission)
+            why = f"job {event.job}: its end came before its submission {event.submission}"
+        elif isinstance(event, WorkerExited) and not event.will_restart:
+            known = not core.is_early(self.state, event)
+            why = f"{event.workload}: its worker's end came before its booking {event.assignment}"
+        else:
             return ""
-        known = jobs.is_decided(self.state, f"{event.tenant}.{event.job}", event.submission)
-        if known or time.time() - delivery.published_at >= _EARLY_END_S:
-            return ""
-        return f"job {event.job}: its end came before its submission {event.submission}"
+        return "" if known or time.time() - delivery.published_at >= _EARLY_END_S else why
 
     async def follow_mirrors(self) -> None:
         """Carry out what mirror changes led to, in order; a failure is kept by the outbox and tried again."""

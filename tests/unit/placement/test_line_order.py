@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from openrl_common.events import SeatRefused, SeatRequested
+from openrl_common.events import SeatRefused, SeatReleaseRequested, SeatRequested
 from openrl_common.quantities import GIB
 from openrl_common.records import (
     Avoid,
@@ -288,3 +288,23 @@ def test_W2_who_is_refused_is_offered_what_its_request_did_not_name() -> None:
     it.claim("c1", allocated({"x": entry("w")}))
     refuse(it, request)
     assert asked(it) == [(request.workload, ("c1",))]
+
+
+def test_W1_nobody_gives_a_seat_up_for_one_that_is_offered_another() -> None:
+    """Its request is under way, and unanswered while the ledger is away: one younger job a pass lost its seat for it."""
+    it = Desk(limit=2)
+    it.node(node(devices=1))
+    it.submit("a")
+    a_trainer, a_sampler = it.take(SeatRequested)
+    it.submit("b")
+    b_trainer, b_sampler = it.take(SeatRequested)
+    it.book(a_trainer, "")
+    it.book(b_trainer, f"c-{trainer('a')}")
+    for request in (a_sampler, b_sampler):
+        it.book(request, allocate=False)
+        it.unschedulable(request.workload)
+    it.take(SeatRequested)
+    it.claim("free", allocated({"x": entry("w")}))
+    assert asked(it) == [(sampler("a"), ("free",))]
+    it.repair(60.0)
+    assert it.take(SeatReleaseRequested) == []

@@ -18,7 +18,7 @@ from openrl_common.errors import Transient
 from openrl_common.events import JobCancelled, JobEnded, JobFinished, JobSubmitted, SeatRequested, WorkerExited
 from openrl_common.memory import MemoryBus
 from openrl_common.memory_server import MemoryServer, Network
-from openrl_common.records import DutyRecord, JobKind, JobSpec
+from openrl_common.records import DutyRecord, JobKind, JobSpec, WorkloadPhase
 from openrl_common.settlement import Delivery
 from openrl_placement import jobs
 from openrl_placement.outbox import Outbox
@@ -169,6 +169,24 @@ async def test_E6_an_end_that_overtook_its_submission_is_not_acknowledged_before
     await writing
     with pytest.raises(Transient, match="before its submission"):
         await handling
+
+
+async def test_E6_the_end_of_a_worker_that_overtook_its_booking_is_not_acknowledged_before_that_is_known() -> None:
+    """Kept in memory alone it was lost with a crash: its launcher starts it no more, and its job waited for ever."""
+    placement, it = placement_on(cast(Bus, MemoryBus(MemoryServer())))
+    it.node(node())
+    it.submit("a")
+    request = next(each for each in it.take(SeatRequested) if each.workload == TRAINER)
+    exited = WorkerExited(
+        tenant="default", workload=TRAINER, assignment="a1", claim=f"c-{TRAINER}", node="n1", exit_code=137
+    )
+    delivery = Delivery(exited.subject, msgspec.json.encode(exited), {}, 9, 1, time.time(), cast(Any, None))
+    with pytest.raises(Transient, match="before its booking a1"):
+        await placement.handle(delivery)
+    assert it.workload(TRAINER).phase is WorkloadPhase.SUBMITTED
+    it.book(request)
+    assert it.workload(TRAINER).phase is WorkloadPhase.RELEASING, "what came early is acted upon at once"
+    await placement.handle(delivery)
 
 
 async def test_P12_a_runtime_that_only_its_jobs_record_has_is_written_before_that_is_replaced() -> None:
