@@ -291,7 +291,7 @@ def test_W2_who_is_refused_is_offered_what_its_request_did_not_name() -> None:
 
 
 def test_W1_nobody_gives_a_seat_up_for_one_that_is_offered_another() -> None:
-    """Its request is under way, and unanswered while the ledger is away: one younger job a pass lost its seat for it."""
+    """Its request is under way, and unanswered while the ledger is away: younger jobs lost seats for it."""
     it = Desk(limit=2)
     it.node(node(devices=1))
     it.submit("a")
