@@ -53,7 +53,9 @@ async def test_v11_a_request_redelivered_while_it_is_checked_runs_once() -> None
         params=SamplingParams(max_tokens=4, stop=["x"]),
     )  # fmt: skip
     body = msgspec.json.encode(request)
-    deliveries = [SimpleNamespace(body=body, sequence=8, deliveries=number, subject="openrl.sample.t.j.t") for number in (1, 2)]
+    deliveries = [
+        SimpleNamespace(body=body, sequence=8, deliveries=number, subject="openrl.sample.t.j.t") for number in (1, 2)
+    ]
     handling = []
     for delivery in deliveries:
         handling.append(asyncio.create_task(requests.handle(cast(Any, delivery))))
