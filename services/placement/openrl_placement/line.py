@@ -2,9 +2,9 @@
 
 Waiters are grouped by what they need, because a freed seat fits all of a group or none of it: a wake-up merges the
 heads of the few groups that fit instead of walking thousands of waiters; those who were promised as much as one may
-stand apart, or it would walk over them. A claim offered to a waiter is promised to
-it until that waiter is settled, and so is host memory of the claim's node, which all claims there share: nothing that
-an earlier waiter could use goes to a later one.
+stand apart, or it would walk over them. A claim offered to a waiter is promised to it until that waiter is settled, and
+so is host memory of the claim's node, which all claims there share: nothing that an earlier waiter could use goes to a
+later one.
 
 Invariants: a workload stands in the line at most once; promises and aims exist only for workloads with a request under
 way, and ``promised(claim)`` equals the number of workloads that hold one.
@@ -117,18 +117,16 @@ class Line:
 
     def is_laden(self, workload: str) -> bool:
         """Is it promised as many claims as one may?"""
-        return len(self.promised_to(workload).claims) >= CANDIDATES_MAX
+        return _is_full(self.promised_to(workload))
 
-    def _set_promise(self, workload: str, promise: Promise | None) -> None:
+    def _set_promise(self, workload: str, promise: Promise) -> None:
         place, group = self._where.get(workload, (None, None))
-        if place is not None and group is not None:
-            self._drop(place, group)
-        if promise is None:
-            self._promises.pop(workload, None)
-        else:
+        if place is None or group is None or self.is_laden(workload) == _is_full(promise):
             self._promises[workload] = promise
-        if place is not None and group is not None:
-            self._add(place, group)
+            return
+        self._drop(place, group)  # it stands among the others from now on
+        self._promises[workload] = promise
+        self._add(place, group)
 
     def position(self, workload: str) -> int | None:
         """Place in the line, from 1; None = not waiting."""
@@ -226,7 +224,8 @@ class Line:
         """The request was answered: what had been promised, and the nodes of it whose memory somebody went without."""
         self._unaim(workload)
         promise = self.promised_to(workload)
-        self._set_promise(workload, None)
+        self._set_promise(workload, NOTHING)
+        del self._promises[workload]
         _take(self._promised, dict.fromkeys(promise.claims, 1))
         _take(self._promised_bytes, dict.fromkeys(promise.nodes, promise.host_bytes))
         short = promise.nodes & self._short
@@ -247,6 +246,10 @@ class Line:
     def is_short(self, node: str) -> bool:
         """Does a waiter go without this node's memory? What is left of it may be what that one is going to need."""
         return node in self._short
+
+
+def _is_full(promise: Promise) -> bool:
+    return len(promise.claims) >= CANDIDATES_MAX
 
 
 def _take(counts: Counter[str], amounts: dict[str, int]) -> None:

@@ -237,9 +237,8 @@ def _request(state: State, record: WorkloadRecord, candidates: tuple[str, ...], 
     record = msgspec.structs.replace(record, attempt=record.attempt + 1)
     state.put_workload(record)
     state.requested_at[record.workload] = now
-    before = state.asked_of.get(
-        record.workload, {}
-    )  # the same request, asked again: its first answer may be on its way
+    # Of the same request, asked again, the first answer may be on its way.
+    before = state.asked_of.get(record.workload, {})
     state.asked_of[record.workload] = {each: before.get(each) or state.fleet.changes(each) for each in candidates}
     # A waiter is promised all it was offered. A newcomer counts for its best candidate alone: enough that a burst of
     # submissions is spread over the claims that have room, although the view has not heard of their bookings yet.
