@@ -12,6 +12,7 @@ from openrl_common.events import (
     JobCancelled,
     JobFinished,
     JobSubmitted,
+    SeatRefused,
     SeatReleased,
     SeatReleaseRequested,
     SeatRequested,
@@ -206,6 +207,18 @@ class Desk:
     def book_all(self) -> None:
         for request in self.take(SeatRequested):
             self.book(request, request.candidates[0] if request.candidates else "")
+
+    def refuse(
+        self, request: SeatRequested, code: str = "no-candidate", *, why: str = "all seats are taken"
+    ) -> list[Event]:
+        """Answer a request with no; ``why`` is said of every claim that it names."""
+        return self.event(
+            SeatRefused(
+                tenant=request.tenant, workload=request.workload, incarnation=request.incarnation,
+                attempt=request.attempt, code=code, message="lost",
+                refusals=dict.fromkeys(request.candidates, why) if code == "no-candidate" else {},
+            )
+        )  # fmt: skip
 
     def unschedulable(self, workload: str, cause: str = "no device is free") -> list[Event]:
         record = self.workload(workload)

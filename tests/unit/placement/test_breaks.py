@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from openrl_common.events import ClaimFreed, JobFailed, SeatRefused, SeatReleaseRequested, SeatRequested
+from openrl_common.events import ClaimFreed, JobFailed, SeatReleaseRequested, SeatRequested
 from openrl_common.quantities import GIB
 from openrl_common.records import NodeBudget, NodeEntry, Reason, WorkloadPhase
 from openrl_placement.passes import UNANSWERED_S
 from unit.placement.desk import Desk, Policy, allocated, entry, node
 from unit.placement.test_waiting import free_one, full_house, queue, sampler, trainer
-
-
-def refuse(it: Desk, request: SeatRequested, code: str = "no-candidate") -> None:
-    it.event(
-        SeatRefused(
-            tenant=request.tenant, workload=request.workload, incarnation=request.incarnation,
-            attempt=request.attempt, code=code, message="lost",
-            refusals=dict.fromkeys(request.candidates, "all seats are taken"),
-        )
-    )  # fmt: skip
 
 
 def pending(it: Desk) -> None:
@@ -48,7 +38,7 @@ def test_F1_the_loss_of_an_own_claim_while_a_move_is_under_way_leaves_one_reques
     asked = [each for each in it.take(SeatRequested) if each.workload == move.workload]
     assert len(asked) == 1
     assert it.workload(move.workload).attempt == asked[0].attempt > move.attempt
-    refuse(it, asked[0])
+    it.refuse(asked[0])
     assert not it.state.line.busy(move.workload), "its answer is taken"
 
 
@@ -63,8 +53,8 @@ def test_W1_memory_that_somebody_earlier_waits_for_is_not_given_to_a_later_one_b
     it.budget("n1", NodeBudget(entries={}))
     asked = it.take(SeatRequested)
     assert [each.workload for each in asked] == [sampler("b"), trainer("b")]
-    refuse(it, asked[0])
-    refuse(it, asked[1])
+    it.refuse(asked[0])
+    it.refuse(asked[1])
     assert [each.workload for each in it.take(SeatRequested)] == [sampler("m")]
 
 
@@ -99,7 +89,7 @@ def test_W1_a_seat_that_comes_free_while_an_own_claim_is_founded_anew_is_kept_fo
     queue(it, "a", "b", gib=20)
     it.node(node("n2", devices=1, gib=80))
     anew = {each.workload: each for each in it.take(SeatRequested)}
-    refuse(it, anew[sampler("b")])
+    it.refuse(anew[sampler("b")])
     it.claim("c", allocated({"x": entry("w1")}, gib=24))
     assert it.take(SeatRequested) == [], "the first in line has a request under way that names no claim"
     it.book(anew[sampler("a")], "new", allocate=False)
@@ -181,7 +171,7 @@ def test_W2_the_tick_goes_on_behind_those_it_asked_for_also_when_they_got_nothin
         requests = it.take(SeatRequested)
         asked += [each.workload for each in requests]
         for each in requests:
-            refuse(it, each)
+            it.refuse(each)
         it.take(SeatRequested)
         it.tick(1)
     assert len(asked) == 200
@@ -198,7 +188,7 @@ def test_W2_wake_ups_from_the_front_do_not_keep_the_tick_from_those_behind() -> 
     for _ in range(6):
         for each in it.take(SeatRequested):
             asked.add(each.workload)
-            refuse(it, each)
+            it.refuse(each)
         it.take(SeatRequested)
         it.event(ClaimFreed(claim="c", node="n1"))
         it.tick(1)
@@ -244,6 +234,6 @@ def test_L5_a_late_refusal_of_a_request_that_another_replica_booked_takes_no_sea
     (move,) = it.take(SeatRequested)
     it.book(move, move.candidates[0])
     it.ready(move.workload)
-    refuse(it, move, "releasing")
+    it.refuse(move, "releasing")
     assert it.workload(move.workload).phase is WorkloadPhase.READY
     assert it.workload(move.workload).reason is None

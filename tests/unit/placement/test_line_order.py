@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from openrl_common.events import SeatRefused, SeatReleaseRequested, SeatRequested
+from openrl_common.events import SeatReleaseRequested, SeatRequested
 from openrl_common.quantities import GIB
 from openrl_common.records import (
     Avoid,
@@ -21,35 +21,13 @@ from openrl_common.records import (
 )
 from openrl_placement.fleet import CANDIDATES_MAX, Fleet
 from unit.placement.desk import Desk, allocated, entry, node
-
-
-def trainer(job: str) -> str:
-    return f"default--{job}--trainer"
-
-
-def sampler(job: str) -> str:
-    return f"default--{job}--sampler"
+from unit.placement.test_waiting import queue, sampler, trainer
 
 
 def wait(it: Desk, *jobs: str, **fields: object) -> None:
     """Jobs whose two workers stand in the line, each with a pending claim of its own."""
-    for job in jobs:
-        it.submit(job, **fields)  # type: ignore[arg-type]
-        for request in it.take(SeatRequested):
-            it.book(request, allocate=False)
-        for workload in (trainer(job), sampler(job)):
-            it.unschedulable(workload)
+    queue(it, *jobs, **fields)
     it.take(SeatRequested)
-
-
-def refuse(it: Desk, request: SeatRequested, code: str = "no-candidate") -> None:
-    it.event(
-        SeatRefused(
-            tenant="default", workload=request.workload, incarnation=request.incarnation, attempt=request.attempt,
-            code=code, message="no",
-            refusals=dict.fromkeys(request.candidates, "no") if code == "no-candidate" else {},
-        )
-    )  # fmt: skip
 
 
 def avoid(it: Desk, workload: str, claim: str) -> None:
@@ -179,7 +157,7 @@ def test_W1_a_refusal_that_comes_after_the_claim_came_free_does_not_cost_the_pla
     it.claim("c1", allocated({"x": entry("w"), "z": entry("u")}))
     it.claim("c1", allocated({"x": entry("w")}))
     assert asked(it) == []
-    refuse(it, move)
+    it.refuse(move)
     assert asked(it) == [(move.workload, ("c1",))]
 
 
@@ -193,7 +171,7 @@ def test_W1_who_was_refused_is_asked_once_what_refused_it_has_more_room_and_not_
     it.claim("c1", allocated({"x": entry("w")}))
     while requests := it.take(SeatRequested):
         for request in requests:
-            refuse(it, request)
+            it.refuse(request)
     changes = it.state.fleet.changes("c1")
     it.budget("n1", NodeBudget(entries={"x": NodeEntry(workload="w", claim="c1", host_bytes=GIB)}))
     it.claim("c1", allocated({"x": entry("w"), "k": entry("t")}))
@@ -212,7 +190,7 @@ def test_W4_who_waits_for_its_predecessor_asks_once_it_is_gone_not_after_every_a
         it.submit("a", sequence=5)
         request, _ = it.take(SeatRequested)
         assert request.candidates == ("c1",)
-        refuse(it, request, code)
+        it.refuse(request, code)
         assert request.workload not in {workload for workload, _ in asked(it)}
         assert it.workload(request.workload).reason is Reason.WAITING_FOR_PREDECESSOR
         it.release(request.workload, "old", "c-old", 2)
@@ -225,7 +203,7 @@ def test_W1_E6_a_late_refusal_of_what_another_replica_has_founded_puts_nobody_in
     it.submit("a")
     request, _ = it.take(SeatRequested)
     it.book(request, allocate=False)
-    refuse(it, request)
+    it.refuse(request)
     assert it.workload(request.workload).reason is None
     assert request.workload not in it.state.line
 
@@ -238,7 +216,7 @@ def test_W1_what_refused_a_waiter_is_remembered_when_it_only_founds_a_claim_of_i
     it.node(node(devices=2))
     requests = {each.workload: each for each in it.take(SeatRequested)}
     first = requests[sampler("a")]
-    refuse(it, first)
+    it.refuse(first)
     it.repair()
     for request in it.take(SeatRequested):
         if request.workload == first.workload:
@@ -286,7 +264,7 @@ def test_W2_who_is_refused_is_offered_what_its_request_did_not_name() -> None:
     request, _ = it.take(SeatRequested)
     assert request.candidates == ()
     it.claim("c1", allocated({"x": entry("w")}))
-    refuse(it, request)
+    it.refuse(request)
     assert asked(it) == [(request.workload, ("c1",))]
 
 

@@ -75,13 +75,7 @@ def refuse_all(it: Desk) -> list[SeatRequested]:
     """A ledger with a lower limit refuses whoever asks, until nobody does; what was asked first."""
     first = asked = it.take(SeatRequested)
     while asked:
-        it.event(
-            SeatRefused(
-                tenant="default", workload=asked[0].workload, incarnation=asked[0].incarnation,
-                attempt=asked[0].attempt, code="no-candidate", message="",
-                refusals=dict.fromkeys(asked[0].candidates, "all 1 seats are taken"),
-            )
-        )  # fmt: skip
+        it.refuse(asked[0], why="all 1 seats are taken")
         asked = it.take(SeatRequested)
     return first
 
@@ -186,12 +180,7 @@ def test_W1_a_seat_promised_to_an_earlier_waiter_is_left_out_of_later_requests_u
     (move,) = it.take(SeatRequested)
     it.submit("late")
     assert all(request.candidates == () for request in it.take(SeatRequested))
-    it.event(
-        SeatRefused(
-            tenant="default", workload=move.workload, incarnation=move.incarnation, attempt=move.attempt,
-            code="no-candidate", message="lost", refusals={move.candidates[0]: "gone"},
-        )
-    )  # fmt: skip
+    it.refuse(move, why="gone")
     (second,) = it.take(SeatRequested)
     assert second.workload == trainer("a"), "what the first could not take goes to the next in line"
 
@@ -258,12 +247,7 @@ def test_W1_host_memory_promised_on_one_claim_is_not_offered_on_another_of_its_n
     for workload in (sampler("big"), trainer("big")):
         (move,) = it.take(SeatRequested)
         assert (move.workload, move.candidates) == (workload, ("large",))
-        it.event(
-            SeatRefused(
-                tenant="default", workload=move.workload, incarnation=move.incarnation, attempt=move.attempt,
-                code="no-candidate", message="lost", refusals={"large": "gone"},
-            )
-        )  # fmt: skip
+        it.refuse(move, why="gone")
     (move,) = it.take(SeatRequested)
     assert (move.workload, move.candidates) == (sampler("tiny"), ("small", "large"))
 
@@ -279,15 +263,6 @@ def two_full_claims(*, host_gib: float = 0) -> Desk:
     return it
 
 
-def refuse(it: Desk, request: SeatRequested) -> None:
-    it.event(
-        SeatRefused(
-            tenant="default", workload=request.workload, incarnation=request.incarnation, attempt=request.attempt,
-            code="no-candidate", message="lost", refusals=dict.fromkeys(request.candidates, "the claim is gone"),
-        )
-    )  # fmt: skip
-
-
 def test_W1_what_comes_free_while_the_first_in_line_is_asking_is_kept_in_case_its_claim_has_gone() -> None:
     """Its claim went away before its request came there; the other came free meanwhile, and a later waiter got it."""
     it = two_full_claims()
@@ -298,7 +273,7 @@ def test_W1_what_comes_free_while_the_first_in_line_is_asking_is_kept_in_case_it
     it.submit("late")
     assert [each for each in it.take(SeatRequested) if each.candidates] == []
     it.claim("c1", None)
-    refuse(it, move)
+    it.refuse(move)
     (again,) = it.take(SeatRequested)
     assert (again.workload, again.candidates) == (sampler("first"), ("c2",))
 
@@ -322,10 +297,10 @@ def test_W1_P6_one_nodes_memory_is_promised_once_to_one_waiter_on_however_many_o
     it.claim("c2", allocated({}))
     assert it.state.line.promised_to(move.workload).claims == ("c1", "c2")
     assert it.state.line.promised_bytes("n1") == 8 * GIB
-    refuse(it, move)
+    it.refuse(move)
     (again,) = it.take(SeatRequested)
     assert (again.workload, again.candidates) == (sampler("first"), ("c2",)), "its own promise is in nobody's way"
-    refuse(it, again)
+    it.refuse(again)
     assert it.state.line.promised_bytes("n1") == 8 * GIB, "it went to the next in line"
 
 
@@ -376,12 +351,7 @@ def test_W2_booking_wakes_nobody_and_a_refusal_is_not_repeated_while_the_claim_l
     free_one(it)
     for _ in range(2):
         (move,) = it.take(SeatRequested)
-        it.event(
-            SeatRefused(
-                tenant="default", workload=move.workload, incarnation=move.incarnation, attempt=move.attempt,
-                code="no-candidate", message="", refusals=dict.fromkeys(move.candidates, "all 2 seats are taken"),
-            )
-        )  # fmt: skip
+        it.refuse(move, why="all 2 seats are taken")
     assert it.take(SeatRequested) == []
     it.repair()
     assert it.take(SeatRequested) == []
@@ -434,12 +404,7 @@ def test_L5_a_move_that_came_too_late_leaves_the_workload_to_its_own_claim() -> 
     queue(it, "a")
     free_one(it)
     (move,) = it.take(SeatRequested)
-    it.event(
-        SeatRefused(
-            tenant="default", workload=move.workload, incarnation=move.incarnation, attempt=move.attempt,
-            code="started", message="its own claim was allocated",
-        )
-    )  # fmt: skip
+    it.refuse(move, "started")
     assert not it.state.line.busy(move.workload)
     assert it.take(SeatRequested)[0].workload == trainer("a"), "the seat goes to the next"
 
