@@ -50,7 +50,7 @@ async def test_F4_K4_an_evicted_pod_loses_its_device_and_its_worker_gets_another
     async with cluster.launcher() as launcher:
         launcher.pods.template = steered(evict="true", run_for="1s")
         await cluster.submit("evicted")
-        first = await cluster.until(lambda: assignment_of(cluster, "evicted"))
+        first = await cluster.until(lambda: launched(cluster, "evicted"))
         launcher.pods.template = {}
         await cluster.until(lambda: another_assignment(cluster, "evicted", first))
         await cluster.ready("evicted")
@@ -62,8 +62,7 @@ async def test_F2_P13_a_pod_that_hangs_is_given_up_and_its_node_avoided(make_clu
         await cluster.add_nodes(("wedged", 4, H100, ()))
         launcher.pods.template = steered(hang="true")
         await cluster.submit("stuck")
-        first = await cluster.until(lambda: assignment_of(cluster, "stuck"))
-        await cluster.until(lambda: running_on(cluster, first))
+        await cluster.until(lambda: launched(cluster, "stuck"))
         launcher.pods.template = {}
         await cluster.add_nodes(("healthy", 4, H100, ()))
         await cluster.ready("stuck", within_s=60)
@@ -235,13 +234,13 @@ async def test_K3_K4_after_rounds_of_random_deletion_nothing_is_left(make_cluste
         await cluster.nothing_is_left(within_s=60)
 
 
-async def running_on(cluster: Cluster, assignment: str) -> bool:
-    record = await cluster.bus.store.workers.get(assignment)
-    return record is not None and record.value.node != ""
-
-
-async def assignment_of(cluster: Cluster, name: str) -> str:
-    return (await cluster.workload(name)).assignment if await cluster.phase(name) is not None else ""
+async def launched(cluster: Cluster, name: str) -> str:
+    """The assignment whose pod has a node, "" until then: the first booked may have moved to its partner's claim."""
+    if await cluster.phase(name) is None:
+        return ""
+    assignment = (await cluster.workload(name)).assignment
+    record = await cluster.bus.store.workers.get(assignment) if assignment else None
+    return assignment if record is not None and record.value.node else ""
 
 
 async def another_assignment(cluster: Cluster, name: str, before: str) -> bool:
