@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _SKEW_S = 5.0
 _YIELD_S = 10.0
 """A worker asked to leave has left, or was fenced and is gone, within this time."""
+_KNOWN_S = 0.01
+"""What placement goes by is at most this old in calm times."""
 _ENDED = (WorkloadPhase.FINISHED, WorkloadPhase.FAILED)
 _HIGHEST = (Reason.IMPOSSIBLE, Reason.ROLE_NOT_ACCEPTED)
 
@@ -39,6 +41,16 @@ class Settled:
     def __init__(self, world: World) -> None:
         self._world = world
         self._truth = world.truth
+        self._asked_at: dict[str, float] = {}
+        """When each workload last asked for a seat."""
+        self._host_log: dict[str, list[tuple[float, int]]] = {}
+        """How much host memory of each node was reserved, from when."""
+
+    def asked(self, workload: str) -> None:
+        self._asked_at[workload] = self._world.loop.now_s
+
+    def budget_written(self, node: str) -> None:
+        self._host_log.setdefault(node, []).append((self._world.loop.now_s, self._host_used(node)))
 
     # --- true waits -----------------------------------------------------------------------------------------------
 
@@ -292,7 +304,7 @@ class Settled:
                 ):
                     continue
                 node = self._nodes()[claim.node]
-                bytes_used = self._host_used(node.node) - later.shape.host_bytes
+                bytes_used = self._host_used_when_asked(node.node, key, later)
                 room = ClaimRecord(
                     state=claim.state, node=claim.node, devices=claim.devices, device_bytes=claim.device_bytes,
                     entries=without,
@@ -304,6 +316,17 @@ class Settled:
                 ):
                     found.append(f"{key} got claim {later.claim} before {other_key}, which is earlier in line (W1)")
         return found
+
+    def _host_used_when_asked(self, node: str, workload: str, record: WorkloadRecord) -> int:
+        """What others had reserved when this workload asked for its seat; the most, where it changed about then.
+
+        Memory that came free afterwards was nobody's to wait for: a job that ends gives back in two steps.
+        """
+        at_s = self._asked_at.get(workload, self._world.loop.now_s)
+        known = [entry for entry in self._host_log.get(node, []) if entry[0] <= at_s]
+        about_then = [used for when, used in known if when > at_s - _KNOWN_S] or [used for _, used in known[-1:]]
+        now = self._host_used(node) - record.shape.host_bytes
+        return max([now, *about_then])
 
 
 def _could_hold(node: NodeRecord, shape: Shape) -> bool:

@@ -68,6 +68,7 @@ _ROLLED_OUT_S = 15.0
 """Longer than a replica needs to end, and its last words to arrive."""
 _MESSAGES_OF_A_JOB = 20
 _ACK_WAIT_FACTOR = 0.1
+_BUDGETS = "$KV.openrl_ledger.node."
 _MODEL = Model(parameters=10_000_000, largest_tensor_elements=1_000_000, kv_values_per_token=512, vocabulary=1000)
 _BASE: dict[str, Any] = {
     "nats_url": "memory", "home": Path("home"), "log_level": "error", "log_format": "json", "health_host": "",
@@ -167,8 +168,12 @@ class World:
             if message.subject.startswith("$KV.openrl_workloads."):
                 self.workloads_seen.add(message.subject)
             self.invariants.written(stream, message, before)
+            if message.subject.startswith(_BUDGETS):
+                self.settled.budget_written(message.subject.removeprefix(_BUDGETS))
         elif message.subject.endswith(".gone"):
             self.invariants.said_gone(message)
+        elif message.subject.endswith(".requested") and ".seat." in message.subject:
+            self.settled.asked(message.subject.split(".")[-2])
 
     def _trace_write(self, stream: Stream, message: Stored) -> None:
         if ".lease." in message.subject and b"renewals" in message.data and b"tombstone" not in message.data:
