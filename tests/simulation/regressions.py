@@ -60,5 +60,5 @@ REGRESSIONS: dict[int, str] = {
     6004761: "a duty was taken over too early: its silence was counted from before an outage (L6, E13)",
     5004667: "a seat was named on a claim that was quarantined in that moment: no worker, and no move allowed (L3)",
     8003166: "a worker's end that overtook its booking was kept in memory only, and lost with a crash (E6)",
-    20006049: "the simulator took memory that came free after a small waiter had asked for what an earlier one could use",
+    20006049: "the simulator counted memory that came free after a later waiter had asked as what an earlier could use",
 }
