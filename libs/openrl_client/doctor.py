@@ -1,4 +1,4 @@
-"""What ``openrl doctor`` looks at, and what it makes of it: each finding with its remedy (E18, 07).
+"""What ``openrl doctor`` looks at, and what it makes of it: each finding with its remedy (E18).
 
 ``look`` asks (NATS, the services, this host); everything that judges is a pure function of what was heard. It changes
 nothing.

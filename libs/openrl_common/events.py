@@ -1,4 +1,4 @@
-"""The events (01, table): facts in past tense, commands to the ledger imperative. Tagged, versioned, additive (E2).
+"""The events: facts in past tense, commands to the ledger imperative. Tagged, versioned, additive (E2).
 
 Each class knows its subject and its deterministic message id (``ce-id`` = ``Nats-Msg-Id``), so that a handler that is
 run twice publishes the same message twice and JetStream keeps one (E6).

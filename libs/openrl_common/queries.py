@@ -77,7 +77,7 @@ class WorkloadsAnswer(Query, frozen=True, kw_only=True):
 
 
 class SeatRow(Query, frozen=True, kw_only=True):
-    """One entry of a claim. ``state``: ``held``, ``releasing``, or ``reserved`` (listed, not yet named: 02-L1)."""
+    """One entry of a claim. ``state``: ``held``, ``releasing``, or ``reserved`` (listed, not yet named: L1)."""
 
     assignment: str
     workload: str

@@ -246,7 +246,7 @@ class WorkloadRecord(Record, frozen=True, kw_only=True):
     ended_at: float | None = None
 
 
-# --- the ledger's bucket: openrl_ledger (02-L1) -----------------------------------------------------------------
+# --- the ledger's bucket: openrl_ledger (L1) --------------------------------------------------------------------
 
 
 class SeatState(StrEnum):
@@ -373,7 +373,7 @@ class DutyRecord(Record, frozen=True, kw_only=True):
     renewals: int = 0
 
 
-# --- the arbiter's bucket: openrl_turns (03, T1-T6) --------------------------------------------------------------
+# --- the arbiter's bucket: openrl_turns (T1-T6) ------------------------------------------------------------------
 
 
 class Residency(Record, frozen=True, kw_only=True):

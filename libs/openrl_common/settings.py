@@ -359,7 +359,7 @@ UPDATE_METHOD = setting(
     default="streamed",
     help="How samplers replace full weights, fixed when a job is placed (its room is counted). streamed: slice by "
     "slice, the chunk beside them; reload: the engine's own loader, which stages whole tensors; patch: the same, and "
-    "deltas by vLLM's patch loader.",
+    "deltas by vLLM's patch loader. The torch engine streams whatever is set.",
 )
 UPDATE_CHUNK_BYTES = setting(
     "--update-chunk-bytes",
@@ -378,6 +378,6 @@ WARM_START = setting(
     "--warm-start",
     type=click.Choice(["auto", "on", "off"]),
     default="auto",
-    help="Fork workers from a process that has imported torch and transformers already (some 0.4 GiB of host memory, "
+    help="Fork workers from a process that has imported torch and transformers already (some 350 MB of host memory, "
     "shared with the workers). auto: on when the devices are declared, off with GPUs.",
 )

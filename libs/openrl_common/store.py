@@ -384,7 +384,7 @@ class Bucket(Generic[T]):
 
 
 class Store:
-    """Every bucket of 01, typed. A view's keys are without the prefix shown in 01."""
+    """Every bucket, typed. A view's keys are without their prefix."""
 
     def __init__(self, bus: Bus, make: Callable[[Bus, str, str, type[Any]], Bucket[Any]] | None = None) -> None:
         def view(bucket: str, prefix: str, value_type: type[T]) -> Bucket[T]:

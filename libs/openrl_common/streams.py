@@ -1,4 +1,4 @@
-"""The streams and buckets of 01: names, retention, limits. ``ensure`` makes them; running it again changes nothing."""
+"""The streams and buckets: names, retention, limits. ``ensure`` makes them; running it again changes nothing."""
 
 from __future__ import annotations
 

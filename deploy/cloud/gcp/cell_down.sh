@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tear a cell down: workers first, then OpenRL, cluster, registry. Weights on the shared volume go with it unless kept.
+# Tear a cell down: workers first, then OpenRL, cluster, registry. Weights on the shared volume go with it: copy them first.
 #   cell_down.sh --project ID [--region us-central1] [--cell openrl] [--dry-run]
 # KEEP_REGISTRY=1 keeps the images. Asks for the cell's name before it deletes, unless CONFIRM is the cell's name.
 

@@ -2,7 +2,7 @@
 # Bring up a whole cell: cluster, node pools with DRA, shared file system, registry and images, OpenRL itself.
 #   cell_up.sh --project ID [--region us-central1] [--zone us-central1-a] [--cell openrl] [--dry-run]
 # H100_NODES, L4_NODES, FILESTORE_TIB, REGISTRY and TAG change sizes and image names. Repeatable: what is there stays.
-# --dry-run prints every command instead of running it. Needs gcloud, kubectl, docker, and quota for the GPUs.
+# --dry-run prints every command instead of running it. Needs gcloud, kubectl, helm, docker, and quota for the GPUs.
 
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

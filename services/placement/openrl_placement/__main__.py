@@ -34,8 +34,9 @@ UPDATE_STAGING_FACTOR = settings.setting(
     "--update-staging-factor",
     type=click.FloatRange(min=0, max=100),
     default="2.5",
-    help="With --update-method reload: room for a weight update in an FFT sampler, in sizes of the model's largest "
-    "tensor (1 GiB comes on top).",
+    help="With --update-method reload or patch: room that placement counts for a weight update in an FFT sampler, in "
+    "sizes of the model's largest tensor (1 GiB comes on top). The sampler itself keeps 2.5 and 1 GiB free, or "
+    "--weight-update-headroom-gib.",
 )
 SCALABLE_SHAPES = settings.setting(
     "--scalable-shapes",
@@ -49,8 +50,8 @@ VERDICT_WAIT_S = settings.setting(
     name="verdict_wait_s",
     type=settings.SECONDS,
     default="10s",
-    help="How long a workload's own claim may stand without a word of a launcher before it tries to share. A cluster's "
-    "scheduler takes its time with thousands of pods, and says so when it finds no device: there two minutes.",
+    help="How long after its submission a workload whose own claim got no word of a launcher tries to share. "
+    "A cluster's scheduler takes its time with many of pods, and says so when it finds no device: two minutes there.",
 )
 PASS_EVERY_S = settings.setting(
     "--pass-every",

@@ -5,7 +5,7 @@
 
 Invariants:
 - only the engine's thread touches the engine's tensors, and every update is applied at a step boundary (V5);
-- on a shared device (03, turns) the engine is touched inside its turn only; between two bursts it may be parked, with
+- on a shared device (T1 to T6) the engine is touched inside its turn only; between two bursts it may be parked, with
   its running calls, and what waits for a version does not ask for the device (T3-T5, V5);
 - on SIGTERM running calls finish, waiting ones are nak'ed (E17).
 

@@ -4,7 +4,7 @@
 
 Keys and values get what is left, never more than the sequences that may run at once can fill. Their size is then told
 to vLLM, which would otherwise derive it from a profile that a cold compilation inflates. Figures of engine and
-staging: 02-M2, M3.
+staging: M2, M3.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def kv_cache_bytes(device_bytes: int, sizes: ModelSizes, *, update: int, most_to
             f"the seat declares {_gib(device_bytes)}: weights {_gib(sizes.weights_bytes)}, engine {_gib(engine)},"
             f" adapters {_gib(sizes.slots_bytes)}, weight update {_gib(update)} leave {_gib(left)} for keys and values,"
             f" one sequence of {least_tokens} tokens needs {_gib(least_tokens * sizes.kv_bytes_per_token)}:"
-            " declare more device memory or a smaller --max-model-len",
+            " declare more device memory, or a smaller max_model_len of the job",
             code="too-small",
         )
     return min(left, most)

@@ -1,4 +1,4 @@
-"""What ``openrl doctor`` makes of what it heard (E18, 07): each finding has a remedy, and it can find nothing too."""
+"""What ``openrl doctor`` makes of what it heard (E18): each finding has a remedy, and it can find nothing too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to the Kubernetes API over the official client's connection, without its models (06, client trap).
+"""Requests to the Kubernetes API over the official client's connection, without its models.
 
 Credentials, TLS and token refresh are the client library's; bodies are plain objects, answers bytes for msgspec. Every
 request has a deadline. Errors are the project's: ``Transient`` may be tried again, the others say what stands there.
