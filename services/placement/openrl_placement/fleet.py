@@ -55,7 +55,7 @@ class Kind:
     num_devices: int
     roles: tuple[Role, ...] = ()
     host_bytes: int = 0
-    """Allocatable less what others reserve; 0 = unknown."""
+    """Allocatable, whatever others reserve of it now: that is busy, not impossible (W4); 0 = unknown."""
 
 
 class Fleet:
@@ -497,11 +497,10 @@ def _kinds(node: NodeRecord | None) -> list[Kind]:
     """
     if node is None or not node.enabled or not node.complete:
         return []
-    host_bytes = max(1, node.host_allocatable_bytes - node.host_reserved_bytes) if node.host_allocatable_bytes else 0
     shapes: defaultdict[int, list[int]] = defaultdict(list)
     for device in node.devices:
         shapes[ceiling_gib(device.memory_bytes)].append(device.memory_bytes)
-    return [Kind(min(sizes), len(sizes), node.roles, host_bytes) for sizes in shapes.values()]
+    return [Kind(min(sizes), len(sizes), node.roles, node.host_allocatable_bytes) for sizes in shapes.values()]
 
 
 def _devices(shape: Shape) -> str:

@@ -243,6 +243,21 @@ def test_W4_host_memory_that_no_node_has_is_impossible() -> None:
     assert it.impossible(shape(10, host_gib=64)) == ""
 
 
+def test_W4_host_memory_that_others_reserve_now_is_busy_and_not_impossible() -> None:
+    """On Kubernetes: what the pods of others request. They end, and none of them makes another kind of node."""
+    it = Fleet(limit=0)
+    it.set_node("n1", node(host_gib=100))
+    kinds = it.kinds
+    it.set_node("n1", msgspec.structs.replace(node(host_gib=100), host_reserved_bytes=70 * GIB))
+    assert it.kinds == kinds
+    assert it.impossible(shape(host_gib=40)) == ""
+    assert [tier.ceiling_gib for tier in it.tiers(shape(host_gib=40))] == [80]
+    reason, sentence = it.why(wanting(host_gib=40))
+    assert reason is Reason.WAITING_FOR_HOST_MEMORY
+    assert "needs 40 GiB of host memory, node n1 has 30 GiB free" in sentence
+    assert it.why(wanting(host_gib=101))[0] is Reason.IMPOSSIBLE
+
+
 def test_S5_the_reason_names_the_limit_only_when_the_limit_binds() -> None:
     it = fleet(limit=1)
     for number in range(3):
