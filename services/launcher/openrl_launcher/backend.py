@@ -74,7 +74,7 @@ class Backend(Protocol):
     def leaked(self, devices: tuple[str, ...], *, expect_idle: bool) -> str | None:
         """Device memory that dead processes still hold, in one line with pid, bytes and device; None when none (B4).
 
-        ``expect_idle``: no other worker is left on these devices.
+        A device that does not answer is a reason as well. ``expect_idle``: no other worker is left on these devices.
         """
 
     def last_error(self, log_path: str) -> str:

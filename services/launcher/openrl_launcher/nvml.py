@@ -71,12 +71,25 @@ class Nvml:
             gpu = self.gpus.get(device_id)
             if gpu is None:
                 continue
-            with contextlib.suppress(self._nvml.NVMLError):
-                for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu.handle):
-                    if expect_idle or not os.path.exists(f"/proc/{process.pid}"):
-                        held_bytes = int(process.usedGpuMemory or 0)
-                        return f"process {process.pid} still holds {held_bytes} bytes of device {device_id}"
-                used_bytes = int(self._nvml.nvmlDeviceGetMemoryInfo(gpu.handle).used)
-                if expect_idle and used_bytes > gpu.used_at_start_bytes + _IDLE_MARGIN_BYTES:
-                    return f"device {device_id} has no worker but {used_bytes} bytes are in use"
+            if (why := self._held(gpu, expect_idle)) is not None:
+                return why
+        return None
+
+    def _held(self, gpu: Gpu, expect_idle: bool) -> str | None:
+        """``leaked`` of one device. That it does not say how much is in use is a reason too: not seen free (B4)."""
+        nvml, device_id = self._nvml, gpu.device.device
+        try:
+            processes = nvml.nvmlDeviceGetComputeRunningProcesses(gpu.handle)
+        except nvml.NVMLError:
+            processes = ()  # MIG, vGPU and some containers never say: there the bytes in use decide alone
+        for process in processes:
+            if expect_idle or not os.path.exists(f"/proc/{process.pid}"):
+                held_bytes = int(process.usedGpuMemory or 0)
+                return f"process {process.pid} still holds {held_bytes} bytes of device {device_id}"
+        try:
+            used_bytes = int(nvml.nvmlDeviceGetMemoryInfo(gpu.handle).used)
+        except nvml.NVMLError as error:
+            return f"device {device_id} does not say how many bytes are in use: {error}"
+        if expect_idle and used_bytes > gpu.used_at_start_bytes + _IDLE_MARGIN_BYTES:
+            return f"device {device_id} has no worker but {used_bytes} bytes are in use"
         return None
