@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ PROFILE = click.option(
 JSON = click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 
 _RULES = settings.settings(
-    settings.DEVICES,
-    settings.HOST_MEMORY_BYTES,
+    replace(settings.DEVICES, help="Devices of the fleet, for example 6x79.65GiB."),
+    replace(settings.HOST_MEMORY_BYTES, help="Host memory of each node. 0: not checked."),
     settings.MAX_SEATS_PER_CLAIM,
     settings.PLACEMENT_STRATEGY,
     settings.OWNER_AFFINITY,

@@ -91,7 +91,7 @@ SAMPLER_SETTINGS = (
         "--vllm-cache-hostpath",
         type=settings.Directory(),
         help="vLLM: directory of this node that compiled code is written to; the same path on every node."
-        " Default: a temporary one beside a shared directory, else <home>/cache/vllm.",
+        " Default: <home>/cache/vllm; with --vllm-cache-dir a folder in the temporary directory.",
     ),
     settings.setting(
         "--engine-stuck-after",
