@@ -29,7 +29,7 @@ from openrl_common.events import ClaimRetired, Event, Repaired, SeatBooked, Seat
 from openrl_common.names import query_subject
 from openrl_common.pause import pause
 from openrl_common.process_name import process_is_gone, this_process
-from openrl_common.records import ClaimRecord, ClaimState, SeatRecord
+from openrl_common.records import ClaimRecord, ClaimState, SeatRecord, SeatState
 from openrl_common.service import ServiceContext, ServiceSettings, until_stopped
 from openrl_common.store import Bucket, Entry, Mirror
 from openrl_ledger.core import janitor
@@ -188,6 +188,10 @@ class Ledger:
         """
         leases = await self._bus.store.leases.list(rest=_REST)
         seats, claims = _values(followed.entries), _values(self._mirrors[Table.CLAIMS].entries)
+        for key in {seat.claim for seat in seats.values() if seat.state is not SeatState.EMPTY} - claims.keys():
+            gone = await self._buckets[Table.CLAIMS].get(key)  # kept there, not in memory
+            if gone is not None:
+                claims[key] = gone.value
         seen = janitor.sightings(seats, claims, _values(self._mirrors[Table.BUDGETS].entries), _values(leases))
         for leftover in sorted(seen & before):
             seat = seats.get(leftover.workload)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from openrl_common.events import NodeLost, NodeRecovered, NodeSuspect, SeatBooked, SeatRefused, SeatReleased
-from openrl_common.records import LeaseRecord, LeaseState, NodeRecord, SeatState, Standing
+from openrl_common.events import ClaimFreed, NodeLost, NodeRecovered, NodeSuspect, SeatBooked, SeatRefused, SeatReleased
+from openrl_common.records import ClaimState, LeaseRecord, LeaseState, NodeRecord, SeatState, Standing
 from openrl_common.store import Entry
 from openrl_ledger.core import nodes
 from openrl_ledger.core.nodes import NodePolicy, NodeWatch
-from openrl_ledger.core.ops import Table
-from unit.ledger.test_booking import allocated, request
+from openrl_ledger.core.ops import Table, Write
+from unit.ledger.test_booking import allocated, gone, release, request
 from unit.ledger.world import Handler, World
 
 POLICY = NodePolicy(suspect_after_s=6.5, watch_after_s=2.2, lapse_s=10.2, start_lapse_s=60.0)
@@ -202,3 +202,57 @@ def test_f3_nothing_is_released_on_a_node_that_came_back_meanwhile() -> None:
     declare(world, Standing.LIVE)
     assert release_lost(world, **{booked.assignment: world.tables[Table.LEASES][booked.assignment].revision}) == []
     assert world.seats()["w"].state is SeatState.HELD
+
+
+def stopped_before_the_seat_is_emptied() -> tuple[World, SeatBooked]:
+    """A lost node's seat: off its claim, off its node, and there the judge died. No message will say it again."""
+    world = World(limit=0, devices=2, host_gib=100)
+    booked = seated(world)
+    declare(world, Standing.LOST)
+    revision = world.tables[Table.LEASES][booked.assignment].revision
+    dying = Handler(None, nodes.release_lost("n1", {booked.assignment: revision}))  # type: ignore[arg-type]
+    while not (isinstance(dying.pending, Write) and getattr(dying.pending.value, "state", "") is SeatState.EMPTY):
+        world.step(dying)
+    assert world.seats()["w"].state is SeatState.RELEASING
+    assert booked.assignment not in world.claims()[booked.claim].entries
+    assert not world.tables[Table.BUDGETS]["n1"].value.entries
+    assert not [event for event in world.published if isinstance(event, SeatReleased)]
+    return world, booked
+
+
+@pytest.mark.parametrize("freed", [False, True])
+def test_L6_F3_a_releasing_seat_that_its_claim_no_longer_lists_is_finished_by_the_janitor(freed: bool) -> None:
+    """Whatever its fence found, and also when the launcher has freed the claim meanwhile; placement is told (L4)."""
+    world, booked = stopped_before_the_seat_is_emptied()
+    if freed:
+        world.handle(ClaimFreed(claim=booked.claim, node="n1"))
+        assert world.claims()[booked.claim].state is ClaimState.GONE
+    assert {leftover.kind for leftover in world.sightings()} == {"unlisted-seat"}
+    world.settle()
+    assert world.seats()["w"].state is SeatState.EMPTY
+    (released,) = [event for event in world.published if isinstance(event, SeatReleased)]
+    assert (released.assignment, released.incarnation) == (booked.assignment, booked.incarnation)
+    assert world.sightings() == set()
+    declare(world, Standing.LIVE)
+    assert isinstance(world.handle(request("w", attempt=2))[0], SeatBooked)
+
+
+def test_L4_F3_a_release_asked_for_again_finishes_a_seat_that_its_claim_no_longer_lists() -> None:
+    """A cancellation, or a resubmission that finds its predecessor there, need not wait for the janitor."""
+    world, booked = stopped_before_the_seat_is_emptied()
+    events = world.handle(release("w", booked.assignment, close=False))
+    assert [event.assignment for event in events if isinstance(event, SeatReleased)] == [booked.assignment]
+    assert world.seats()["w"].state is SeatState.EMPTY
+
+
+def test_L6_a_releasing_seat_whose_claim_record_is_missing_waits_until_its_worker_is_gone() -> None:
+    """Deleted by hand it tells nothing: a worker may still be at work there."""
+    world = World(limit=0, devices=2, host_gib=100)
+    booked = seated(world)
+    world.handle(release("w", booked.assignment, close=False))
+    del world.tables[Table.CLAIMS][booked.claim]
+    assert "unlisted-seat" not in {leftover.kind for leftover in world.sightings()}
+    world.handle(release("w", booked.assignment, close=False))
+    assert world.seats()["w"].state is SeatState.RELEASING
+    world.handle(gone(booked))
+    assert world.seats()["w"].state is SeatState.EMPTY

@@ -50,7 +50,7 @@ def sightings(
     budgets: Mapping[str, NodeBudget],
     leases: Mapping[str, LeaseRecord],
 ) -> set[Leftover]:
-    """Every leftover in one snapshot of the bucket."""
+    """Every leftover in one snapshot of the bucket. ``claims``: also those that are gone, where a seat names one."""
     found: set[Leftover] = set()
     for claim_id, claim in claims.items():
         for assignment, entry in claim.entries.items():
@@ -72,7 +72,9 @@ def sightings(
             elif seat.state is SeatState.RELEASING and (lease is None or lease.found == "none"):
                 # No process was ever started for it and none can be: nobody will say WorkerGone.
                 found.add(Leftover("unstarted-seat", workload, seat.assignment, seat.claim, holder.node, tenant))
-        elif seat.state is SeatState.HELD or lease is None or lease.found == "none":
+        elif seat.state is SeatState.HELD or holder is not None or lease is None or lease.found == "none":
+            # Releasing, too: who took the entry off the claim was to empty the seat next, and no message repeats that.
+            # Only where the claim's record itself is missing may a worker still be at work: wait for WorkerGone.
             found.add(Leftover("unlisted-seat", workload, seat.assignment, seat.claim, "", tenant))
     for node, budget in budgets.items():
         for assignment, reserved in budget.entries.items():

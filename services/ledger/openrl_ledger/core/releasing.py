@@ -106,7 +106,12 @@ def _carry_on_releasing(workload: str, tenant: str, seat: SeatRecord) -> Steps[N
         )
     )
     listed = claim is not None and seat.assignment in claim.entries
-    if claim is not None and listed and claim.state is not ClaimState.PENDING:
+    if claim is not None and not listed:
+        # Entries leave claims only once nothing of them is at work (L4): a crash came before the seat was emptied.
+        yield from fence(seat.assignment, "its claim does not list it")
+        yield from finish(workload, tenant, seat.assignment, seat.claim)
+        return
+    if claim is not None and claim.state is not ClaimState.PENDING:
         return
     # The start gate needs a held seat on an allocated claim. This seat is releasing, so no start can begin; the
     # tombstone stops one that had begun, and a lease that is not "none" proves that one had: wait for WorkerGone.
