@@ -47,15 +47,18 @@ class Need:
 class Kind:
     """Nodes that are alike for the question what they could ever hold: one entry per kind, not per node.
 
-    A node with devices of several sizes is of several kinds (P2): a tier has a floor and a ceiling, so a claim gets a
-    device of the size that was meant.
+    A node with devices of several sizes is of several kinds (P2), one for each range of its sizes: a tier has a floor
+    and a ceiling, so a claim gets a device of the size that was meant, and several may be of different sizes (P10).
     """
 
     device_bytes: int
+    """Of the smallest device in the range."""
     num_devices: int
     roles: tuple[Role, ...] = ()
     host_bytes: int = 0
     """Allocatable, whatever others reserve of it now: that is busy, not impossible (W4); 0 = unknown."""
+    largest_gib: int = 0
+    """Name of the largest size in the range (P2); 0 = that of ``device_bytes``."""
 
 
 class Fleet:
@@ -84,7 +87,7 @@ class Fleet:
         self._kinds: Counter[Kind] = Counter()
         self._devices: Counter[DeviceKind] = Counter()
         self._devices_claimed: Counter[DeviceKind] = Counter()
-        self._counted: dict[str, tuple[DeviceKind, int]] = {}
+        self._counted: dict[str, list[DeviceKind]] = {}
 
     # --- feeding -----------------------------------------------------------------------------------------------
 
@@ -194,13 +197,16 @@ class Fleet:
 
     def _count_devices(self, claim: str, record: ClaimRecord | None) -> None:
         """Count the devices of a claim under the roles its node has now; None: not any more."""
-        kind, count = self._counted.pop(claim, ((0, ()), 0))
-        self._devices_claimed[kind] -= count
+        self._devices_claimed.subtract(self._counted.pop(claim, ()))
         node = None if record is None else self.nodes.get(record.node)
         if record is not None and (node is None or usable(node) == ""):
-            kind = record.device_bytes, () if node is None else node.roles
-            self._counted[claim] = kind, len(record.devices)
-            self._devices_claimed[kind] += len(record.devices)
+            roles = () if node is None else node.roles
+            sizes: dict[str, int] = {}
+            if node is not None and len(record.devices) > 1:  # the record has the smallest one's size
+                sizes = {device.device: device.memory_bytes for device in node.devices}
+            counted = [(sizes.get(device, record.device_bytes), roles) for device in record.devices]
+            self._counted[claim] = counted
+            self._devices_claimed.update(counted)
 
     def _fitting(self, shape: Shape) -> tuple[int, int]:
         """Devices that a claim for this shape could get: how many there are, how many of them are claimed.
@@ -359,7 +365,11 @@ class Fleet:
 
         The catalogue (P2) is what nodes have, never what is free. Empty: no node that counts could hold it.
         """
-        sizes = {ceiling_gib(kind.device_bytes) for kind in (*self._kinds, *self._scalable) if _holds(kind, shape)}
+        sizes = {
+            kind.largest_gib or ceiling_gib(kind.device_bytes)
+            for kind in (*self._kinds, *self._scalable)
+            if _holds(kind, shape)
+        }
         return tuple(
             Tier(count=shape.device_count, floor_bytes=shape.device_bytes, ceiling_gib=size)
             for size in sorted(sizes)[:TIERS_MAX]
@@ -491,7 +501,7 @@ def ceiling_gib(device_bytes: int) -> int:
 
 
 def _kinds(node: NodeRecord | None) -> list[Kind]:
-    """The kinds of a node that counts for the catalogue, one for each of its shapes (P2), sized by the smallest device.
+    """The kinds of a node that counts for the catalogue: every range of its sizes (P2), sized by the smallest device.
 
     A suspect or lost node still could hold things later.
     """
@@ -500,7 +510,17 @@ def _kinds(node: NodeRecord | None) -> list[Kind]:
     shapes: defaultdict[int, list[int]] = defaultdict(list)
     for device in node.devices:
         shapes[ceiling_gib(device.memory_bytes)].append(device.memory_bytes)
-    return [Kind(min(sizes), len(sizes), node.roles, node.host_allocatable_bytes) for sizes in shapes.values()]
+    ranges = ((low, high) for low in shapes for high in shapes if low <= high)
+    return [
+        Kind(
+            device_bytes=min(shapes[low]),
+            num_devices=sum(len(sizes) for gib, sizes in shapes.items() if low <= gib <= high),
+            roles=node.roles,
+            host_bytes=node.host_allocatable_bytes,
+            largest_gib=high,
+        )
+        for low, high in ranges
+    ]
 
 
 def _devices(shape: Shape) -> str:

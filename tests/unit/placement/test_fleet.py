@@ -189,7 +189,33 @@ def test_P2_catalogue_names_shapes_by_whole_gib_rounded_up_and_a_mixed_node_has_
     assert [tier.ceiling_gib for tier in it.tiers(shape(20))] == [23, 80]
     assert [tier.ceiling_gib for tier in it.tiers(shape(40))] == [80]
     assert it.impossible(shape(40)) == ""
-    assert "1 x 80 GiB" in it.impossible(shape(40, count=2)), "its two devices are not of one size"
+
+
+def test_P10_a_mixed_node_gives_several_devices_of_different_sizes_each_at_least_the_need() -> None:
+    """Both backends take them by the tier's floor and ceiling, whatever the sizes between."""
+    it = Fleet(limit=0)
+    mixed = tuple(Device(device=f"d{i}", memory_bytes=int(gib * GIB)) for i, gib in enumerate((23, 80, 48, 23)))
+    it.set_node("n1", msgspec.structs.replace(node(), devices=mixed))
+    for gib, count, ceilings in ((20, 1, [23, 48, 80]), (20, 2, [23, 48, 80]), (20, 3, [48, 80]), (20, 4, [80])):
+        assert it.impossible(shape(gib, count=count)) == ""
+        tiers = it.tiers(shape(gib, count=count))
+        assert tiers == tuple(Tier(count=count, floor_bytes=gib * GIB, ceiling_gib=each) for each in ceilings)
+    assert [tier.ceiling_gib for tier in it.tiers(shape(40, count=2))] == [80]
+    for gib, count in ((50, 2), (40, 3), (20, 5)):
+        assert "1 x 80 GiB" in it.impossible(shape(gib, count=count))
+    it.set_node("n1", None)
+    assert not it.known, "every kind of it is gone"
+
+
+def test_P10_W4_a_claim_of_devices_of_different_sizes_holds_each_of_them() -> None:
+    it = Fleet(limit=0)
+    mixed = (Device(device="d0", memory_bytes=23 * GIB), Device(device="d1", memory_bytes=80 * GIB))
+    it.set_node("n1", msgspec.structs.replace(node(), devices=mixed))
+    claim = msgspec.structs.replace(allocated({"a": entry("w", exclusive=True)}, gib=23), devices=("d0", "d1"))
+    it.set_claim("c", claim)
+    assert it.why(wanting(40))[0] is Reason.WAITING_FOR_DEVICE
+    it.set_claim("c", None)
+    assert "1 of 1 devices" in it.why(wanting(40))[1]
 
 
 def test_W4_what_a_scalable_shape_could_hold_waits_for_it_and_is_not_impossible() -> None:
