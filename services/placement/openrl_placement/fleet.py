@@ -298,11 +298,13 @@ class Fleet:
         Args:
             left_out: promised to earlier waiters.
             aimed: requests under way that try this claim first. Among devices of one size such claims come last: each
-                request is about to add an owner there, and two that meet on one claim make each other start over.
+                request is about to add an owner there, and two that meet on one claim make each other start over. The
+                owner's own claims stay first: nobody else's seats make another one better.
             looked_at_max: of the claims whose device fits, look at so many; None = all.
         """
         found: list[str] = []
         crowded: list[tuple[int, str]] = []
+        own = self._of_owner.get(need.owner, set()) if self.owner_affinity else set()
         size = -1
 
         def take(claim: str) -> bool:
@@ -321,7 +323,7 @@ class Fleet:
                 if any(take(each) for _, each in sorted(crowded, key=itemgetter(0))):
                     return found
                 size, crowded = record.device_bytes, []
-            under_way = aimed(claim) if aimed is not None else 0
+            under_way = aimed(claim) if aimed is not None and claim not in own else 0
             if under_way:
                 crowded.append((under_way, claim))
             elif take(claim):
@@ -363,16 +365,14 @@ class Fleet:
     def tiers(self, shape: Shape) -> tuple[Tier, ...]:
         """P9: every catalogue shape that fits, tightest first, as floors in exact bytes and ceilings in whole GiB.
 
-        The catalogue (P2) is what nodes have, never what is free. Empty: no node that counts could hold it.
+        The catalogue (P2) is what nodes have, never what is free. Empty: no node that counts could hold it. Of very
+        many sizes the largest one's tier stands for all that lie between.
         """
-        sizes = {
-            kind.largest_gib or ceiling_gib(kind.device_bytes)
-            for kind in (*self._kinds, *self._scalable)
-            if _holds(kind, shape)
-        }
+        known = (*self._kinds, *self._scalable)
+        sizes = sorted({k.largest_gib or ceiling_gib(k.device_bytes) for k in known if _holds(k, shape)})
         return tuple(
             Tier(count=shape.device_count, floor_bytes=shape.device_bytes, ceiling_gib=size)
-            for size in sorted(sizes)[:TIERS_MAX]
+            for size in sizes[: TIERS_MAX - 1] + sizes[TIERS_MAX - 1 :][-1:]
         )
 
     def impossible(self, shape: Shape) -> str:
@@ -418,16 +418,14 @@ class Fleet:
             return Reason.UNSCHEDULABLE, (
                 f"no node has {_devices(shape)} yet: it waits for one that --scalable-shapes promises"
             )
-        full = self._first_full(need)
-        if full is not None:
+        fitting, claimed = self._fitting(shape)
+        if claimed >= fitting and self._first_full(need) is not None:
             return Reason.WAITING_FOR_SEAT, (
                 f"every claim that fits has its {self.limit} seats taken (--max-seats-per-claim {self.limit}), "
                 f"and no device of {format_bytes(shape.device_bytes)} is free"
             )
-        host = self._first_host_refusal(need)
-        if host and not self._device_free(shape):
+        if claimed >= fitting and (host := self._first_host_refusal(need)):
             return Reason.WAITING_FOR_HOST_MEMORY, host
-        fitting, claimed = self._fitting(shape)
         if claimed >= fitting:
             return Reason.WAITING_FOR_DEVICE, (
                 f"all {fitting} devices of at least {format_bytes(shape.device_bytes)} are in use"
@@ -439,10 +437,6 @@ class Fleet:
             return Reason.WAITING_FOR_HOST_MEMORY, host
         free = f"{fitting - claimed} of {fitting} devices of at least {format_bytes(shape.device_bytes)} look free"
         return (Reason.UNSCHEDULABLE, cause) if cause else (Reason.RETRYING, f"{free}: asking again")
-
-    def _device_free(self, shape: Shape) -> bool:
-        fitting, claimed = self._fitting(shape)
-        return claimed < fitting
 
     def _first_full(self, need: Need) -> str | None:
         """S5: a claim that only the limit refuses."""

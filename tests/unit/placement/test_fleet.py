@@ -20,7 +20,7 @@ from openrl_common.records import (
     Standing,
     Tier,
 )
-from openrl_placement.fleet import CANDIDATES_MAX, Fleet, Kind, Need, ceiling_gib
+from openrl_placement.fleet import CANDIDATES_MAX, TIERS_MAX, Fleet, Kind, Need, ceiling_gib
 from unit.placement.desk import allocated, entry, node
 
 
@@ -67,6 +67,17 @@ def test_P4_a_partner_goes_before_fewer_owners_among_equal_devices(affinity: boo
     it.set_node("n2", node("n2", gib=23))
     it.set_claim("smaller", allocated({"a4": entry("w4", owner="x")}, node="n2", gib=23))
     assert it.candidates(wanting())[0] == "smaller", "size goes before affinity"
+
+
+def test_P4_a_request_under_way_puts_no_stranger_before_the_partner() -> None:
+    it = fleet()
+    it.set_claim("partner", allocated({"a1": entry("w1", owner="me")}))
+    for claim in ("busy", "other"):
+        it.set_claim(claim, allocated({f"a-{claim}": entry(claim, owner="x")}))
+    aimed = {"partner": 2, "busy": 1}
+    assert it.candidates(wanting(), aimed=lambda claim: aimed.get(claim, 0)) == ["partner", "other", "busy"]
+    it.owner_affinity = False
+    assert it.candidates(wanting(), aimed=lambda claim: aimed.get(claim, 0)) == ["other", "busy", "partner"]
 
 
 def test_P11_at_most_sixteen_candidates_and_each_once() -> None:
@@ -251,6 +262,16 @@ def test_P9_tiers_are_every_shape_that_fits_tightest_first_whatever_is_free() ->
     assert it.tiers(shape(20)) == tuple(Tier(count=1, floor_bytes=floor, ceiling_gib=size) for size in (23, 40, 80))
 
 
+@pytest.mark.parametrize("count", [7, 8, 9, 12])
+def test_P9_however_many_sizes_there_are_the_largest_is_a_tier(count: int) -> None:
+    it = Fleet(limit=0)
+    sizes = [10 + number for number in range(count)]
+    for size in sizes:
+        it.set_node(f"n{size}", node(f"n{size}", gib=size))
+    ceilings = [tier.ceiling_gib for tier in it.tiers(shape(10))]
+    assert ceilings == (sizes if count <= TIERS_MAX else [*sizes[: TIERS_MAX - 1], sizes[-1]])
+
+
 def test_W4_impossible_names_the_need_and_the_largest_shape_and_never_means_busy() -> None:
     it = fleet()
     assert it.impossible(shape(80)) == ""
@@ -295,6 +316,18 @@ def test_S5_the_reason_names_the_limit_only_when_the_limit_binds() -> None:
     for number in range(3):
         it.set_claim(f"c{number}", allocated({f"a{number}": entry(f"w{number}", exclusive=True)}))
     assert it.why(wanting())[0] is Reason.WAITING_FOR_DEVICE, "the claims are refused for another reason than the limit"
+
+
+@pytest.mark.parametrize("avoid", [frozenset(), frozenset({"n1"})])
+def test_S5_a_full_claim_is_no_reason_while_a_device_is_free(avoid: frozenset[str]) -> None:
+    """The launcher knows why its device is not given; also where the free ones are on a node that is avoided."""
+    it = fleet(limit=1)
+    it.set_node("n2", node("n2", devices=1))
+    it.set_claim("c1", allocated({"a1": entry("w1")}))
+    it.set_claim("c2", allocated({"a2": entry("w2")}, node="n2"))
+    need = Need(shape(), "me", avoid=avoid)
+    assert it.why(need, "the driver is gone") == (Reason.UNSCHEDULABLE, "the driver is gone")
+    assert it.why(need) == (Reason.RETRYING, "2 of 4 devices of at least 10 GiB look free: asking again")
 
 
 def test_S1_no_limit_never_names_one() -> None:
