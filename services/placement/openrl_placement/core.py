@@ -40,6 +40,7 @@ from openrl_common.records import (
     SeatState,
     Standing,
     WorkerRecord,
+    WorkerState,
     WorkloadPhase,
     WorkloadRecord,
 )
@@ -387,12 +388,33 @@ def ready_changed(state: State, assignment: str, ready: ReadyRecord | None, now:
 
 
 def worker_changed(state: State, assignment: str, worker: WorkerRecord | None, now: float) -> Effects:
-    """What a launcher says of a worker; of interest here is only that its image is being pulled (F2)."""
-    if worker is not None and (worker.pulling_since is not None or worker.pulled_s):
-        state.pulling[assignment] = worker
+    """What a launcher says of a worker: nothing to be done at once, its events are quicker. Passes look at it (E5)."""
+    if worker is None:
+        state.workers.pop(assignment, None)
     else:
-        state.pulling.pop(assignment, None)
+        state.workers[assignment] = worker
     return Effects()
+
+
+def exit_is_due(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
+    """Its worker has ended for good, as the launcher's record says: as if WorkerExited came (again) now (E4, E5).
+
+    One that the launcher starts again is ``backing-off``, not ``exited`` (F4).
+    """
+    worker = state.workers.get(record.assignment)
+    if worker is None or worker.state is not WorkerState.EXITED or worker.workload != record.workload:
+        return
+    exited = WorkerExited(
+        tenant=worker.tenant,
+        workload=worker.workload,
+        assignment=worker.assignment,
+        claim=worker.claim,
+        node=worker.node,
+        exit_code=worker.exit_code or 0,
+        restarts=worker.restarts,
+        why=worker.why,
+    )
+    fx.add(decide(state, exited, now))
 
 
 def ready_is_due(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:

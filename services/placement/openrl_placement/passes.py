@@ -17,7 +17,15 @@ import msgspec
 from openrl_common.names import short_workload
 from openrl_common.quantities import format_seconds
 from openrl_common.records import ClaimState, JobPhase, Reason, SeatState, WorkloadPhase, WorkloadRecord
-from openrl_placement.core import booked, claim_changed, fail_impossible, ready_is_due, seat_is_over, seat_lost
+from openrl_placement.core import (
+    booked,
+    claim_changed,
+    exit_is_due,
+    fail_impossible,
+    ready_is_due,
+    seat_is_over,
+    seat_lost,
+)
 from openrl_placement.endings import drop_stray, end_if_gone, fail_job, fail_workload, gone, release, runtime_idle
 from openrl_placement.pairs import give_way
 from openrl_placement.state import Effects, State, alive, job_key, placed, release_request, waits
@@ -171,6 +179,10 @@ def _look_again(state: State, record: WorkloadRecord, now: float, fx: Effects) -
             gone(state, record, now, fx)
         else:
             release(state, record, now, fx, why=record.message)
+        return
+    exit_is_due(state, record, now, fx)
+    record = state.workloads[record.workload]
+    if not alive(record):
         return
     claim = state.fleet.claims.get(record.claim)
     if record.phase is WorkloadPhase.PENDING and claim is not None and claim.state is ClaimState.ALLOCATED:

@@ -106,7 +106,7 @@ class State:
         self.on_claim: defaultdict[str, set[str]] = defaultdict(set)
         self.seats: dict[str, SeatRecord] = {}
         self.ready: dict[str, bool] = {}
-        self.pulling: dict[str, WorkerRecord] = {}
+        self.workers: dict[str, WorkerRecord] = {}
         self.requested_at: dict[str, float] = {}
         self.sweep_at: float | None = None
         self.unexplained: set[str] = set()

@@ -31,7 +31,7 @@ def is_wedged(state: State, record: WorkloadRecord, now: float) -> bool:
     grace_s = state.policy.wedge_grace_s
     if not grace_s or record.phase not in _STARTING or record.placed_at is None or record.assignment in state.ready:
         return False
-    worker = state.pulling.get(record.assignment)
+    worker = state.workers.get(record.assignment)
     excused_s = 0.0 if worker is None else pulling_s(worker, now)
     return now - record.placed_at - excused_s >= grace_s
 
