@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from openrl_common.bus import Bus, Delivery, Handler
 from openrl_common.controls import LedgerState, LedgerStateAnswer
 from openrl_common.duty import Duty
-from openrl_common.errors import Conflict, Transient, UnknownOutcome
+from openrl_common.errors import Conflict, Poison, Transient, UnknownOutcome
 from openrl_common.events import ClaimRetired, Event, Repaired, SeatBooked, SeatRefused
 from openrl_common.names import query_subject
 from openrl_common.pause import pause
@@ -69,6 +69,7 @@ class LedgerSettings(ServiceSettings):
     device_reserve_bytes: int = 512 << 20
     max_turn_s: float = 120.0
     turn_grace_s: float = 30.0
+    load_grace_s: float = 1800.0
     nodes: NodePolicy = field(default_factory=NodePolicy)
     keep_records_s: float = 8 * 86_400.0
 
@@ -189,9 +190,10 @@ class Ledger:
         leases = await self._bus.store.leases.list(rest=_REST)
         seats, claims = _values(followed.entries), _values(self._mirrors[Table.CLAIMS].entries)
         for key in {seat.claim for seat in seats.values() if seat.state is not SeatState.EMPTY} - claims.keys():
-            gone = await self._buckets[Table.CLAIMS].get(key)  # kept there, not in memory
-            if gone is not None:
-                claims[key] = gone.value
+            with contextlib.suppress(Poison):  # cannot be read: as if it were missing
+                gone = await self._buckets[Table.CLAIMS].get(key)  # kept there, not in memory
+                if gone is not None:
+                    claims[key] = gone.value
         seen = janitor.sightings(seats, claims, _values(self._mirrors[Table.BUDGETS].entries), _values(leases))
         for leftover in sorted(seen & before):
             seat = seats.get(leftover.workload)
@@ -237,7 +239,10 @@ async def serve(context: ServiceContext, config: LedgerSettings) -> None:
     await _tell_state(context, config, founding)
     await founding.wait(context.stopping)
     ledger = Ledger(bus, config.max_seats_per_claim)
-    policy = TurnPolicy(config.coresidency, config.device_reserve_bytes, config.max_turn_s, config.turn_grace_s)
+    policy = TurnPolicy(
+        coresidency=config.coresidency, reserve_bytes=config.device_reserve_bytes, max_turn_s=config.max_turn_s,
+        grace_s=config.turn_grace_s, load_grace_s=config.load_grace_s,
+    )  # fmt: skip
     arbiter = Arbiter(bus, ledger.environment, ledger.drive, policy, registry)
     duty = Duty(
         bus.store.duties,
