@@ -82,7 +82,11 @@ async def test_B6_a_forked_worker_looks_like_one_that_was_executed(
             "leader": os.getsid(0) == os.getpid(), "cwd": os.getcwd(), "files": len(os.listdir("/proc/self/fd")) - 1,
         }), flush=True)
         sys.stdin.read()
-        import time; time.sleep(0.5)
+        import time
+        for _ in range(6000):  # until the test has looked at it, a minute at most
+            if os.path.exists("seen"):
+                break
+            time.sleep(0.01)
         sys.exit(7)
         """,
     )
@@ -95,6 +99,7 @@ async def test_B6_a_forked_worker_looks_like_one_that_was_executed(
     assert processes.SERVICE_MARK not in shown
     assert worker.pid in [found.pid for found in processes.workers_of(home)]
     assert worker.pid not in [found.pid for found in processes.services_of(home)]
+    (home / "seen").touch()
     assert await asyncio.to_thread(worker.wait) == 7
     said = msgspec.json.decode((home / "probe.log").read_bytes())
     assert (said["name"], said["leader"], said["cwd"], said["files"]) == ("__main__", True, str(home), 3)
@@ -242,7 +247,8 @@ async def test_B6_kill_9_of_the_parent_ends_no_worker_and_the_next_ones_start(
     os.kill(parent, signal.SIGKILL)
     await until(lambda: "warm start ended" in (home / "launcher.log").read_text())
     _, _, _, plain = await ledger.run("sleep", role=Role.SAMPLER)
-    assert not forked(plain)
+    # started anew before that could be seen, the next parent may have forked it
+    assert not forked(plain) or await warm_again(home, not_pid=parent)
     assert alive(pid)
     os.kill(pid, signal.SIGKILL)
     exited = await ledger.event(WorkerExited, assignment=assignment)
@@ -273,31 +279,49 @@ async def test_B1_B6_kill_9_of_the_launcher_ends_the_parent_and_the_next_one_ado
     assert processes.warm_parents_of(home) == []
 
 
-def let_the_parent_import_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, seconds: int) -> None:
+def let_the_parent_import_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """It goes on once the file that is returned is there, or after a minute."""
     slow = tmp_path / "slow"
     slow.mkdir()
-    only_there = f"if any('zygote' in word for word in sys.orig_argv): time.sleep({seconds})"
-    write(slow, "sitecustomize", f"import sys, time\n{only_there}")
+    go_on = slow / "go-on"
+    write(
+        slow,
+        "sitecustomize",
+        f"""
+        import os, sys, time
+        ends_at = time.monotonic() + 60
+        if any("zygote" in word for word in sys.orig_argv):
+            while not os.path.exists({str(go_on)!r}) and time.monotonic() < ends_at:
+                time.sleep(0.02)
+        """,
+    )
     monkeypatch.setenv("PYTHONPATH", f"{slow}{os.pathsep}{os.environ['PYTHONPATH']}")
+    return go_on
+
+
+async def a_worker_waits(home: Path) -> None:
+    await until(lambda: "a worker waits for the warm start" in (home / "launcher.log").read_text())
 
 
 async def test_B6_a_worker_asked_for_while_the_parent_imports_waits_for_it(
     ledger: Ledger, launcher: Callable[[], Any], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    let_the_parent_import_slowly(tmp_path, monkeypatch, seconds=2)
+    go_on = let_the_parent_import_slowly(tmp_path, monkeypatch)
     launcher()
-    _, _, _, pid = await ledger.run("sleep")
+    running = asyncio.create_task(ledger.run("sleep"))
+    await a_worker_waits(home)
+    go_on.touch()
+    _, _, _, pid = await running
     assert forked(pid)
-    assert "a worker waits for the warm start" in (home / "launcher.log").read_text()
 
 
 async def test_B6_workers_that_wait_for_the_parent_do_not_hold_up_the_end(
     ledger: Ledger, launcher: Callable[[], Any], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    let_the_parent_import_slowly(tmp_path, monkeypatch, seconds=60)
+    let_the_parent_import_slowly(tmp_path, monkeypatch)
     launcher()
     running = asyncio.create_task(ledger.run("sleep"))
-    await until(lambda: "a worker waits for the warm start" in (home / "launcher.log").read_text(), deadline_s=20.0)
+    await a_worker_waits(home)
     running.cancel()
     await ledger.bus.request(
         query_subject("launcher", "here.stop-workers"), StopWorkers(), WorkersStopped, timeout_s=10.0
