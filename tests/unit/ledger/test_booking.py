@@ -8,6 +8,7 @@ import pytest
 from openrl_common.events import (
     ClaimAllocated,
     ClaimFreed,
+    ClaimQuarantined,
     ClaimRefused,
     ClaimRetired,
     SeatBooked,
@@ -83,6 +84,13 @@ def founded(world: World, workload: str, device: str = "d0", **options: object) 
     answer = booked(world, request(workload, **options))  # type: ignore[arg-type]
     world.handle(allocated(answer.claim, device))
     return answer
+
+
+def with_limit(world: World, limit: int) -> World:
+    """The same bucket under another limit, as after a restart of the ledger (S6)."""
+    other = World(limit=limit, devices=4, host_gib=100)
+    other.tables, other.revision, other.counter = world.tables, world.revision, world.counter
+    return other
 
 
 @pytest.fixture
@@ -417,8 +425,7 @@ def test_a_lowered_limit_evicts_nobody_and_admits_nobody(world: World) -> None:
     """S7."""
     first = founded(world, "w1")
     booked(world, request("w2", first.claim))
-    lowered = World(limit=1, devices=4, host_gib=100)
-    lowered.tables, lowered.revision, lowered.counter = world.tables, world.revision, world.counter
+    lowered = with_limit(world, 1)
     (answer,) = lowered.handle(request("w3", first.claim, found=False))
     assert isinstance(answer, SeatRefused)
     assert len(lowered.claims()[first.claim].entries) == 2
@@ -524,3 +531,108 @@ def test_P5_time_sliced_seats_need_not_fit_the_device_together(world: World) -> 
     (refused,) = world.handle(msgspec.structs.replace(request("w3", first.claim, found=False), shape=large))
     assert isinstance(refused, SeatRefused)
     assert "needs 90" in refused.refusals[first.claim]
+
+
+def test_S3_S7_a_successor_takes_its_predecessors_place_although_the_limit_was_lowered_below_it(world: World) -> None:
+    """It adds no seat, so the limit is not asked, not even where another stays on the claim."""
+    first = founded(world, "w1")
+    booked(world, request("w2", first.claim))
+    lowered = with_limit(world, 1)
+    lowered.handle(request("w1", incarnation=2))
+    (answer,) = lowered.handle(gone(first))
+    assert isinstance(answer, SeatBooked)
+    assert (answer.claim, answer.incarnation) == (first.claim, 2)
+    assert len(lowered.claims()[first.claim].entries) == 2
+
+
+@pytest.mark.parametrize(("host_gib", "fits"), [(70, True), (71, False)])
+def test_S3_P6_a_successors_host_memory_need_fit_only_without_its_predecessors(
+    world: World, host_gib: int, fits: bool
+) -> None:
+    """The node has 100 GiB, 30 of them are another's: the predecessor's 60 are given back by the same swap."""
+    first = founded(world, "w1", host_gib=60)
+    booked(world, request("w2", first.claim, host_gib=30))
+    world.handle(request("w1", incarnation=2, host_gib=host_gib))
+    answer = world.handle(gone(first))[0]
+    assert isinstance(answer, SeatBooked if fits else SeatReleased)
+    held = [entry.host_bytes for entry in world.tables[Table.BUDGETS]["n1"].value.entries.values()]
+    assert sorted(held) == ([30 * GIB, 70 * GIB] if fits else [30 * GIB])
+    assert world.sightings() == set()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_S3_P7_an_exclusive_successor_takes_the_place_where_its_predecessor_was_alone(
+    world: World, alone: bool
+) -> None:
+    """Beside others it gives the place up, and books as a newcomer."""
+    first = founded(world, "w1")
+    if not alone:
+        booked(world, request("w2", first.claim))
+    world.handle(request("w1", incarnation=2, exclusive=True))
+    answer = world.handle(gone(first))[0]
+    assert isinstance(answer, SeatBooked if alone else SeatReleased)
+    assert [entry.workload for entry in world.claims()[first.claim].entries.values()] == (["w1"] if alone else ["w2"])
+
+
+def test_L3_B4_a_quarantined_claim_takes_nobody_and_is_never_freed_by_its_last_seat(world: World) -> None:
+    """Its device is not trusted; who sits there stays until the worker is gone."""
+    first = founded(world, "w1")
+    world.handle(ClaimQuarantined(claim=first.claim, node="n1", why="memory was left behind"))
+    assert world.claims()[first.claim].state is ClaimState.QUARANTINED
+    assert world.seats()["w1"].state is SeatState.HELD
+    (refused,) = world.handle(request("w2", first.claim, found=False))
+    assert isinstance(refused, SeatRefused)
+    assert "quarantined" in refused.refusals[first.claim]
+    world.handle(release("w1", first.assignment))
+    assert [type(event) for event in world.handle(gone(first))] == [SeatReleased]
+    world.settle()
+    assert world.claims()[first.claim].state is ClaimState.QUARANTINED
+    world.handle(ClaimFreed(claim=first.claim, node="n1"))
+    world.handle(ClaimQuarantined(claim=first.claim, node="n1", why="said again"))
+    assert world.claims()[first.claim].state is ClaimState.GONE
+
+
+def test_L2_B7_a_seat_whose_lease_is_fenced_is_released_and_not_adopted(world: World) -> None:
+    """Its worker may be running still: it is stopped and seen gone before the workload books again."""
+    first = founded(world, "w1")
+    world.put(Table.LEASES, first.assignment, LeaseRecord(state=LeaseState.TOMBSTONE, found="live"))
+    events = world.handle(request("w1", first.claim, attempt=2))
+    assert [type(event) for event in events] == [SeatReleasing, SeatRefused]
+    assert world.seats()["w1"].state is SeatState.RELEASING
+    world.handle(gone(first))
+    assert booked(world, request("w1", attempt=3)).assignment != first.assignment
+
+
+def test_L2_a_seat_that_its_claim_does_not_list_is_finished_and_not_adopted(world: World) -> None:
+    """L1: it is no seat. The same request then books a true one."""
+    first = founded(world, "w1")
+    claim = msgspec.structs.replace(world.claims()[first.claim], state=ClaimState.RETIRING, entries={})
+    world.put(Table.CLAIMS, first.claim, claim)
+    released, _, answer = world.handle(request("w1", attempt=2))
+    assert isinstance(released, SeatReleased)
+    assert isinstance(answer, SeatBooked)
+    assert (released.assignment, answer.founded) == (first.assignment, True)
+    assert answer.assignment in world.claims()[answer.claim].entries
+    assert list(world.tables[Table.BUDGETS]["n1"].value.entries) == []
+
+
+def test_L5_an_allocation_that_meets_a_release_gives_the_hosts_memory_back(world: World) -> None:
+    """The founder was released between the node's reservation and the claim's: the write is lost, nothing is left."""
+    own = booked(world, request("w1"))
+    allocating = world.deliver(allocated(own.claim))
+    world.run_until_write(allocating, Table.CLAIMS)
+    assert own.assignment in world.tables[Table.BUDGETS]["n1"].value.entries
+    world.handle(release("w1", own.assignment))
+    world.finish(allocating)
+    assert world.claims()[own.claim].state is ClaimState.RETIRING
+    assert world.tables[Table.BUDGETS]["n1"].value.entries == {}
+
+
+def test_L5_B7_a_founder_over_the_host_budget_is_fenced(world: World) -> None:
+    """Its launcher may be about to start it: the tombstone is what stops that."""
+    founded(world, "w1", host_gib=95)
+    own = booked(world, request("w2"))
+    world.handle(allocated(own.claim, "d1"))
+    lease = world.tables[Table.LEASES][own.assignment].value
+    assert (lease.state, lease.found) == (LeaseState.TOMBSTONE, "none")
+    assert "host memory" in lease.why
