@@ -9,8 +9,8 @@ Invariants: a mismatch is acted on only when it was seen twice in a row, because
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable, Collection, Iterator
+from itertools import islice, takewhile
 
 import msgspec
 
@@ -40,14 +40,24 @@ _REASONS_SLICE = 16
 _SLICE = 64
 
 
-def tick(state: State, now: float) -> Effects:
-    """Do what is due by now."""
+def overdue(state: State, now: float) -> list[str]:
+    """Workloads whose deadline has passed."""
+    return [workload for _, workload in takewhile(lambda due: due[0] <= now, state.deadlines)]
+
+
+def tick(state: State, now: float, read: Collection[str] | None = None) -> Effects:
+    """Do what is due by now.
+
+    Args:
+        read: of the overdue, whose seat and claim were read once more: only those fail (W3). None: the view is current.
+    """
     fx = Effects()
     if state.sweep_at is not None and state.sweep_at <= now:
         fail_impossible(state, now, fx)
-    while state.deadlines and state.deadlines[0][0] <= now:
-        _, workload = state.deadlines[0]
-        _deadline_passed(state, state.workloads[workload], now, fx)
+    for workload in overdue(state, now):
+        record = state.workloads[workload]  # the end of another may have been its own
+        if record.deadline is not None and record.deadline <= now and (read is None or workload in read):
+            _deadline_passed(state, record, now, fx)
     while state.idle and state.idle[0][0] + state.policy.lora_idle_s <= now:
         _, workload = state.idle[0]
         runtime_idle(state, state.workloads[workload], now, fx)

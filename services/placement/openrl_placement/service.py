@@ -47,7 +47,7 @@ from openrl_common.queries import (
     NodesAnswer,
     WorkloadsAnswer,
 )
-from openrl_common.records import JobSpec
+from openrl_common.records import ClaimRecord, JobSpec, SeatRecord
 from openrl_common.service import ServiceContext, ServiceSettings, until_stopped
 from openrl_common.store import Entry, Mirror
 from openrl_placement import core, explain, jobs
@@ -56,7 +56,7 @@ from openrl_placement.fleet import Fleet, Kind
 from openrl_placement.look_ahead import LookAhead
 from openrl_placement.models import Models
 from openrl_placement.outbox import Outbox
-from openrl_placement.passes import Pass, tick
+from openrl_placement.passes import Pass, overdue, tick
 from openrl_placement.state import Effects, Policy, State
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,8 @@ SUBJECTS = [
 ]
 _CONCURRENCY = 32
 _TICK_S = 1.0
+_READS_AT_ONCE = 64
+_READ_S = 5.0
 _REST = 4.0
 """What the repairing pass rests, in multiples of what it took."""
 _SUBMISSION_BYTES_MAX = 64 * 1024
@@ -135,6 +137,8 @@ class Placement:
         self._names: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._pass = Pass()
         self._mirrors: list[Mirror[Any]] = []
+        self._seats: Mirror[SeatRecord] | None = None
+        self._claims: Mirror[ClaimRecord] | None = None
         self._changes: asyncio.Queue[Effects] = asyncio.Queue()
 
     async def start(self) -> None:
@@ -155,9 +159,11 @@ class Placement:
                 self.state.put_admitted(admitted, job, time.time())
         if self.state.fleet.known:
             self.state.sweep_at = time.time() + core.SWEEP_AFTER_S
+        self._seats = await store.ledger_seats.mirror(on_change=self._follow(core.seat_changed))
+        self._claims = await store.ledger_claims.mirror(on_change=self._follow(core.claim_changed))
         self._mirrors += [
-            await store.ledger_seats.mirror(on_change=self._follow(core.seat_changed)),
-            await store.ledger_claims.mirror(on_change=self._follow(core.claim_changed)),
+            self._seats,
+            self._claims,
             await store.ready.mirror(on_change=self._follow(core.ready_changed)),
             await store.workers.mirror(on_change=self._follow(core.worker_changed)),
         ]
@@ -245,8 +251,41 @@ class Placement:
         while not self._bus.stopping.is_set():
             # Cut off from the bus, the view is old: no deadline passes and nothing is repaired until it is back.
             if self._bus.connected:
-                await self._try(tick(self.state, time.time()))
+                await self._tick(time.time())
             await pause(self._bus.stopping, _TICK_S)
+
+    async def _tick(self, now: float) -> None:
+        read: set[str] = set()
+        late = overdue(self.state, now)
+        for start in range(0, len(late), _READS_AT_ONCE):
+            part = late[start : start + _READS_AT_ONCE]
+            if not all(await asyncio.gather(*map(self._read_again, part))):
+                break
+            read.update(part)
+        await self._try(tick(self.state, now, read))
+
+    async def _read_again(self, workload: str) -> bool:
+        """W3: take in what the ledger has of one that is to fail; False: nobody can tell.
+
+        A connection that is back says nothing of the mirrors: they list again only then, and what was allocated
+        meanwhile is no wait any more.
+        """
+        store = self._bus.store
+        try:
+            async with asyncio.timeout(_READ_S):
+                seat = await store.ledger_seats.get(workload)
+                named = seat.value.claim if seat is not None else ""
+                claim = await store.ledger_claims.get(named) if named else None
+        except (Transient, TimeoutError) as error:
+            log.info("workload %s is overdue, and does not fail before its seat can be read: %r", workload, error)
+            return False
+        except Poison:
+            return True  # no mirror can read it either
+        if claim is not None and self._claims is not None:
+            self._claims.learn(claim)
+        if seat is not None and self._seats is not None:
+            self._seats.learn(seat)
+        return True
 
     async def repair(self) -> None:
         """The repairing pass every ``pass_every_s``, beside the ticks: with thousands of workloads it lasts seconds."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import pytest
 
-from openrl_common.events import JobFailed, SeatReleaseRequested, WorkerExited
-from openrl_common.records import JobPhase, WorkerRecord, WorkerState, WorkloadPhase
+from openrl_common.events import JobFailed, SeatReleaseRequested, SeatRequested, WorkerExited
+from openrl_common.memory import MemoryBus
+from openrl_common.memory_server import MemoryServer, Network
+from openrl_common.records import JobPhase, SeatRecord, SeatState, WorkerRecord, WorkerState, WorkloadPhase
 from openrl_placement import core
-from unit.placement.desk import Desk, node
+from unit.placement.desk import Desk, allocated, entry, node
+from unit.placement.test_outbox import Slow, a_few_turns, placement_on
 
 TRAINER = "default--j--trainer"
 
@@ -65,3 +71,40 @@ def test_E5_the_end_of_a_former_assignments_worker_fails_no_job() -> None:
     said_of_the_trainer(desk, WorkerState.EXITED, assignment="a-former")
     desk.repair()
     assert desk.take(JobFailed) == []
+
+
+async def test_W3_state_is_read_once_more_before_failing_and_an_allocation_wins() -> None:
+    """Both mirrors are behind, as they are for a moment after an outage: the deadline has passed meanwhile."""
+    bus = MemoryBus(MemoryServer(Network()))
+    placement, it = placement_on(bus, placement_timeout_s=100.0)
+    await placement.start()
+    it.now = time.time()
+    it.node(node())
+    it.submit("seated")
+    it.submit("unseated")
+    await placement.close()
+    for request in it.take(SeatRequested):
+        if request.owner == "default/seated":
+            workload, claim = request.workload, f"c-{request.workload}"
+            await bus.store.ledger_claims.put(claim, allocated({"a": entry(workload)}))
+            seat = SeatRecord(
+                state=SeatState.HELD, incarnation=request.incarnation, assignment="a", claim=claim, attempt=1
+            )
+            await bus.store.ledger_seats.put(workload, seat)
+    await placement._tick(it.now + 101.0)
+    assert it.workload("default--seated--trainer").phase is WorkloadPhase.PLACED
+    assert it.state.jobs["default.seated"].phase is JobPhase.ADMITTED
+    assert it.state.jobs["default.unseated"].reason == "placement-timeout"
+
+
+async def test_W3_E13_nothing_fails_whose_seat_cannot_be_read() -> None:
+    network = Slow()
+    placement, it = placement_on(MemoryBus(MemoryServer(network)), placement_timeout_s=100.0)
+    it.now = time.time()
+    it.node(node())
+    it.submit("a")
+    ticking = asyncio.create_task(placement._tick(it.now + 101.0))
+    await a_few_turns()
+    assert network.kept
+    assert it.state.jobs["default.a"].phase is JobPhase.ADMITTED
+    ticking.cancel()
