@@ -129,6 +129,24 @@ def test_W3_a_job_that_joined_a_waiting_runtime_has_its_own_deadline() -> None:
     assert [(each.job, each.code) for each in it.take(JobFailed)] == [("l2", "placement-timeout")]
 
 
+def test_W3_one_deadline_that_the_loss_of_a_placement_renews_and_that_of_an_unallocated_claim_does_not() -> None:
+    it = full_house(limit=1, policy=Policy(placement_timeout_s=900))
+    queue(it, "a")
+    deadline = it.now + 900
+    for losses in (1, 2):
+        it.now += 100
+        lost = it.workload(trainer("a"))
+        it.release(lost.workload, lost.assignment, lost.claim, lost.incarnation)
+        assert it.workload(trainer("a")).deadline == deadline, f"loss {losses}"
+        it.repair()
+        founding = [each for each in it.take(SeatRequested) if each.workload == trainer("a")][-1]
+        it.book(founding, f"own-{losses}", allocate=losses == 2)
+    placed = it.workload(trainer("a"))
+    assert (placed.phase, placed.deadline) == (WorkloadPhase.PLACED, None)
+    it.release(placed.workload, placed.assignment, placed.claim, placed.incarnation)
+    assert it.workload(trainer("a")).deadline == it.now + 900
+
+
 def test_W1_a_waiting_runtime_is_as_urgent_as_the_most_urgent_of_its_jobs() -> None:
     it = full_house(limit=1)
     it.submit("l1", "lora")
