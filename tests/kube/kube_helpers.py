@@ -150,7 +150,10 @@ class Cluster:
     # --- nodes
 
     async def add_nodes(self, *nodes: tuple[str, int, int, Iterable[str]], host_gib: int = 512) -> None:
-        """(name, number of devices, their bytes, roles that it is labelled for: none = both)."""
+        """(name, number of devices, their bytes, roles that it is labelled for: none = both); each takes pods now.
+
+        A new node is tainted until its kubelet has been heard: what is submitted before is unschedulable.
+        """
         objects: list[object] = []
         for name, count, size, roles in nodes:
             self.names.append(name)
@@ -159,6 +162,18 @@ class Cluster:
                 name, devices_bytes=[size] * count, driver=DRIVER, host_bytes=host_gib * GIB, labels=labels
             )
         await asyncio.to_thread(self.plane.apply, *objects)
+        await self.until(lambda: self._take_pods({name for name, *_ in nodes}))
+
+    async def _take_pods(self, names: set[str]) -> bool:
+        """Ready, and no taint is left."""
+        nodes: list[dict[str, Any]] = json.loads(await self.kubectl("get", "nodes", "-o", "json"))["items"]
+        able = {
+            node["metadata"]["name"]
+            for node in nodes
+            if not node["spec"].get("taints")
+            and any((c["type"], c["status"]) == ("Ready", "True") for c in node["status"].get("conditions", ()))
+        }
+        return names <= able
 
     # --- the launcher
 

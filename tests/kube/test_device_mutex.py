@@ -23,8 +23,7 @@ async def test_K4_nine_exclusive_trainers_on_eight_devices_one_waits_and_gets_th
         await cluster.until(lambda: reason_of(cluster, last))
         workload = await cluster.workload(last)
         assert workload.reason in (Reason.WAITING_FOR_DEVICE, Reason.UNSCHEDULABLE)
-        pod = await cluster.pod_of(last)
-        assert pod is not None
+        pod = await cluster.until(lambda: cluster.pod_of(last))
         assert "nodeName" not in pod["spec"]
         freed = next(name for name in names if name != last)
         await cluster.cancel(freed)

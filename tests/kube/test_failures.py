@@ -7,6 +7,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 from kube.kube_helpers import H100, Cluster
 from openrl_common.events import WorkerExited
@@ -26,13 +27,13 @@ def steered(**annotations: str) -> dict[str, object]:
 async def test_K3_F4_an_exit_code_is_reported_and_the_container_restarted_on_its_seat(cluster: Cluster) -> None:
     await cluster.add_nodes(("n1", 2, H100, ()))
     exits = cluster.follow(WorkerExited)
-    async with cluster.launcher(template=steered(exit_code="7", run_for="1s")):
+    async with cluster.launcher(template=steered(exit_code="7", run_for="5s")):
         await cluster.submit("crashing")
         await cluster.until(lambda: len(exits) >= 2)
         assert {(event.exit_code, event.will_restart) for event in exits} == {(7, True)}
         await cluster.ready("crashing")
         assignment = (await cluster.workload("crashing")).assignment
-        assert cluster.workers.went_live.count(assignment) == 2, "the gate was opened again for the second start"
+        await cluster.until(lambda: cluster.workers.went_live.count(assignment) == 2)  # the gate was opened once more
         assert {event.assignment for event in exits} >= {assignment}, "it kept its seat"
 
 
@@ -58,14 +59,14 @@ async def test_F4_K4_an_evicted_pod_loses_its_device_and_its_worker_gets_another
 
 async def test_F2_P13_a_pod_that_hangs_is_given_up_and_its_node_avoided(make_cluster: Make) -> None:
     """Scheduled and never started, for longer than the wedge grace: the next try is on another node."""
-    async with make_cluster(WEDGE_GRACE="3s") as cluster, cluster.launcher() as launcher:
+    async with make_cluster(WEDGE_GRACE="10s") as cluster, cluster.launcher() as launcher:
         await cluster.add_nodes(("wedged", 4, H100, ()))
         launcher.pods.template = steered(hang="true")
         await cluster.submit("stuck")
         await cluster.until(lambda: launched(cluster, "stuck"))
         launcher.pods.template = {}
         await cluster.add_nodes(("healthy", 4, H100, ()))
-        await cluster.ready("stuck", within_s=60)
+        await cluster.ready("stuck", within_s=90)
         assert (await cluster.claim_of("stuck")).node == "healthy"
         avoided = {each.node for each in (await cluster.workload("stuck")).avoid}
         assert "wedged" in avoided
@@ -110,9 +111,10 @@ async def test_F3_a_lost_node_gives_its_seats_back_and_may_return(cluster: Clust
         cluster.workers.silent.update(cluster.workers.went_live)
         await cluster.until(lambda: cluster.node_is("dying", lost=True), within_s=30)
         lost_at = time.monotonic()
-        await cluster.until(lambda: another_assignment(cluster, "bereft", before.assignment), within_s=30)
+        await cluster.until(lambda: seat_is_lost(cluster, "bereft", before.assignment))
         assert time.monotonic() - lost_at < 20.0
-        await cluster.ready("bereft", within_s=40)
+        await cluster.until(lambda: another_assignment(cluster, "bereft", before.assignment))
+        await cluster.ready("bereft")
         assert (await cluster.claim_of("bereft")).node == "other"
         await cluster.bring_back("dying")
         await cluster.until(lambda: cluster.node_is("dying", lost=False, suspect=False), within_s=30)
@@ -146,7 +148,7 @@ async def test_K6_an_api_server_that_restarts_costs_a_list_at_most(cluster: Clus
         await asyncio.sleep(1.0)
         await asyncio.to_thread(cluster.plane.start_program, "kube-apiserver")
         await asyncio.to_thread(cluster.plane.await_api)
-        await cluster.ready("before", "meanwhile", within_s=45)
+        await cluster.ready("before", "meanwhile", within_s=120)
 
 
 async def test_B1_K3_a_launcher_killed_between_claim_and_pod_is_finished_by_the_next(cluster: Cluster) -> None:
@@ -177,6 +179,7 @@ async def test_B1_a_restarted_launcher_adopts_what_runs_and_stops_what_no_seat_b
         await cluster.submit("stays")
         await cluster.submit("leaves")
         await cluster.ready("stays", "leaves")
+        await cluster.until(lambda: pod_count(cluster, 4))
         stays = {pod["metadata"]["uid"] for pod in await cluster.get("pods") if "stays" in pod["metadata"]["name"]}
     await cluster.cancel("leaves")
     async with cluster.launcher():
@@ -215,11 +218,11 @@ async def test_K3_K4_after_rounds_of_random_deletion_nothing_is_left(make_cluste
                 serial += 1
                 await cluster.submit(alive[-1], exclusive=chance.random() < 0.2)
             await asyncio.sleep(chance.uniform(0.5, 2.0))
-            for pod in chance.sample(await cluster.get("pods"), k=2):
+            for pod in chance.sample(await at_least(cluster, "pods", 2), k=2):
                 await cluster.kubectl(
                     "delete", "pod", pod["metadata"]["name"], "-n", "openrl", "--wait=false", "--ignore-not-found"
                 )
-            for claim in chance.sample(await cluster.get("resourceclaims"), k=1):
+            for claim in chance.sample(await at_least(cluster, "resourceclaims", 1), k=1):
                 name = claim["metadata"]["name"]
                 await cluster.kubectl(
                     "delete", "resourceclaim", name, "-n", "openrl", "--wait=false", "--ignore-not-found"
@@ -235,12 +238,19 @@ async def test_K3_K4_after_rounds_of_random_deletion_nothing_is_left(make_cluste
 
 
 async def launched(cluster: Cluster, name: str) -> str:
-    """The assignment whose pod has a node, "" until then: the first booked may have moved to its partner's claim."""
+    """The assignment once it has its pod, made as the template was then; "" until then.
+
+    The first booked may have moved to its partner's claim, and its record has a node before its pod is made.
+    """
     if await cluster.phase(name) is None:
         return ""
     assignment = (await cluster.workload(name)).assignment
     record = await cluster.bus.store.workers.get(assignment) if assignment else None
-    return assignment if record is not None and record.value.node else ""
+    return assignment if record is not None and record.value.started_at > 0 else ""
+
+
+async def seat_is_lost(cluster: Cluster, name: str, assignment: str) -> bool:
+    return (await cluster.workload(name)).assignment != assignment
 
 
 async def another_assignment(cluster: Cluster, name: str, before: str) -> bool:
@@ -250,6 +260,15 @@ async def another_assignment(cluster: Cluster, name: str, before: str) -> bool:
 
 async def pod_is_there(cluster: Cluster, assignment: str) -> bool:
     return any(pod["metadata"]["labels"].get(ASSIGNMENT) == assignment for pod in await cluster.get("pods"))
+
+
+async def at_least(cluster: Cluster, kind: str, count: int) -> list[dict[str, Any]]:
+    async def enough() -> list[dict[str, Any]]:
+        found = await cluster.get(kind)
+        return found if len(found) >= count else []
+
+    found: list[dict[str, Any]] = await cluster.until(enough)
+    return found
 
 
 async def pod_count(cluster: Cluster, count: int) -> bool:

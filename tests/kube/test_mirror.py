@@ -28,9 +28,14 @@ async def test_K5_workloads_and_claimledgers_have_the_promised_columns_and_value
         claim = (await cluster.workload("shown")).claim
         trainer = next(row for row in rows if row[1] == "trainer")
         assert trainer[:6] == ["team--shown--trainer", "trainer", "fft", "Ready", claim, "n1"]
-        header, *rows = await lines(cluster, "claimledgers")
+
+        async def claim_is_shown() -> bool:
+            rows = await lines(cluster, "claimledgers")
+            return [claim, "allocated", "n1", "1", "0"] in [row[:5] for row in rows]
+
+        await cluster.until(claim_is_shown)
+        header, *_ = await lines(cluster, "claimledgers")
         assert header == ["NAME", "STATE", "NODE", "SEATS", "LIMIT", "RESIDENT", "WAITING", "AGE"]
-        assert next(row for row in rows if row[0] == claim)[1:5] == ["allocated", "n1", "1", "0"]
 
 
 async def test_K5_an_edit_changes_nothing_and_is_overwritten(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
