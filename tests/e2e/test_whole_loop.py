@@ -137,12 +137,14 @@ async def test_every_event_delivered_again_changes_nothing(system: LocalSystem, 
 
 
 async def settled_state_of(bus: Bus) -> dict[str, Any]:
-    """The state once it has stood still for two seconds and no claim is on its way out."""
+    """The state once it has stood still for two seconds and no claim, seat or job is on its way out."""
     async with asyncio.timeout(60):
         before: dict[str, Any] = {}
         while True:
             now = await state_of(bus)
-            if now == before and not any(state is ClaimState.RETIRING for state, _ in now["claims"].values()):
+            leaving = (ClaimState.RETIRING, SeatState.RELEASING, JobPhase.FINISHING)
+            states = [state for part in ("claims", "seats", "jobs") for state, *_ in now[part].values()]
+            if now == before and not any(state in leaving for state in states):
                 return now
             before = now
             await asyncio.sleep(2)
