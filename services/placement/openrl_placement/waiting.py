@@ -19,7 +19,7 @@ from openrl_common.events import SeatRequested
 from openrl_common.records import ClaimState, Reason, WorkloadPhase, WorkloadRecord
 from openrl_placement.fleet import CANDIDATES_MAX, Need
 from openrl_placement.line import Group, Place, Promise
-from openrl_placement.state import Effects, State, alive, need, order, waits, with_reason
+from openrl_placement.state import Effects, State, alive, need, order, waits, with_reason, without_reason
 from openrl_placement.wedge import nodes_avoided
 
 PROMISES_MAX = 16
@@ -35,13 +35,16 @@ SEATLESS_MAX = 64
 def ask(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:
     """Send a workload's request: the first, or a renewed one of a waiter that holds no claim at all.
 
-    ``binpack`` names every candidate and may found; ``spread`` founds first and shares only from the line (P8). When
-    nothing in the fleet could take it now or be founded for it, it joins the line instead.
+    ``binpack`` names every candidate and may found; ``spread`` founds first and shares only from the line (P8): it
+    leaves that to found, and is back at its launcher's verdict. When nothing in the fleet could take it now or be
+    founded for it, it joins the line instead.
     """
     tiers = state.fleet.tiers(record.shape)
     candidates: tuple[str, ...] = ()
-    if state.policy.strategy == "binpack" or not tiers or waits(record):
+    if state.policy.strategy == "binpack" or not tiers:
         candidates = _candidates(state, record, now)
+    elif waits(record):
+        record = msgspec.structs.replace(without_reason(record, now), phase=WorkloadPhase.SUBMITTED)
     if candidates or tiers:
         _request(state, record, candidates, now, fx)
     else:
@@ -213,20 +216,25 @@ def _offer_again(
     wake_claims(state, freed, now, fx)
 
 
-def note_refusals(state: State, workload: str, claims: list[str], now: float) -> None:
+def note_refusals(state: State, workload: str, refusals: dict[str, str], now: float) -> None:
     """These claims said no: not offered to this workload again before they have changed, or ``REFUSED_S`` later.
 
     Changed since it asked, not since the answer came: what came free on its way here is not what was refused (W1).
     What refuses need not show here: while a new limit is rolled out, a replica of the ledger may have the old one (S7).
     """
     asked = state.asked_of.get(workload, {})
-    for claim in claims:
-        state.refused_at[workload][claim] = asked.get(claim) or state.fleet.changes(claim), now
+    for claim, why in refusals.items():
+        state.refused_at[workload][claim] = asked.get(claim) or state.fleet.changes(claim), now, why
 
 
 def _was_refused(state: State, workload: str, claim: str, now: float) -> bool:
     refused = state.refused_at.get(workload, {}).get(claim)
     return refused is not None and refused[0] == state.fleet.changes(claim) and now - refused[1] < REFUSED_S
+
+
+def refused_because(state: State, workload: str, claim: str, now: float) -> str:
+    """Why the ledger refused it, as long as that keeps the claim from being offered again; empty otherwise (W5)."""
+    return state.refused_at[workload][claim][2] if _was_refused(state, workload, claim, now) else ""
 
 
 def _request(state: State, record: WorkloadRecord, candidates: tuple[str, ...], now: float, fx: Effects) -> None:
@@ -273,9 +281,10 @@ def repeat_request(state: State, record: WorkloadRecord, now: float, fx: Effects
     state.put_workload(record)
     promise, short = state.line.settle(record.workload)  # what it was promised does not count against itself
     # Nor does it give it what somebody goes without until this very request is settled.
+    shares = state.policy.strategy == "binpack" or waits(record)
     may_take = [
         claim
-        for claim in _candidates(state, record, now)
+        for claim in (_candidates(state, record, now) if shares else ())
         if claim in promise.claims or state.fleet.claims[claim].node not in short
     ]
     _request(state, record, tuple(may_take), now, fx)

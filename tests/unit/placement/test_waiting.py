@@ -139,6 +139,37 @@ def test_P8_spread_founds_first_and_shares_only_after_unschedulable() -> None:
     assert move.move_from == it.workload(trainer("b")).assignment
 
 
+def test_P8_spread_founds_first_again_after_a_lost_placement_and_after_a_predecessor() -> None:
+    it = Desk(policy=Policy(strategy="spread"))
+    it.node(node(devices=4))
+    it.submit("a")
+    it.book_all()
+    record = it.workload(trainer("a"))
+    it.release(record.workload, record.assignment, record.claim, record.incarnation)
+    (request,) = it.take(SeatRequested)
+    assert (request.workload, request.candidates, request.may_found) == (trainer("a"), (), True)
+
+    it.submit("b", sequence=5)
+    request, _ = it.take(SeatRequested)
+    it.refuse(request, "predecessor")
+    assert it.workload(trainer("b")).reason is Reason.WAITING_FOR_PREDECESSOR
+    it.release(request.workload, "old", "c-old", 2)
+    (again,) = it.take(SeatRequested)
+    assert (again.workload, again.candidates, again.may_found) == (trainer("b"), (), True)
+
+
+def test_P8_E5_spread_repeats_its_unanswered_request_as_it_was() -> None:
+    it = Desk(policy=Policy(strategy="spread"))
+    it.node(node(devices=4))
+    it.claim("c1", allocated({"x": entry("w")}))
+    it.submit("a")
+    asked = {request.message_id for request in it.take(SeatRequested)}
+    it.repair(11)
+    repeated = it.take(SeatRequested)
+    assert {request.message_id for request in repeated} == asked
+    assert [(request.candidates, request.may_found) for request in repeated] == [((), True), ((), True)]
+
+
 def test_S4_a_workload_that_finds_every_claim_full_waits_pending_on_its_own_and_moves_to_the_freed_seat() -> None:
     it = full_house()
     queue(it, "a")
@@ -516,6 +547,24 @@ def test_W5_explain_says_why_where_in_line_until_when_and_who_holds_what_it_need
     assert row.refused == "all 2 seats are taken"
     assert row.held_by == (sampler("first"), trainer("first"))
     assert any("unknown and was not checked" in note for note in answer.notes)
+
+
+def test_W5_explain_says_why_the_ledger_refused_a_claim_until_it_has_changed_or_a_minute_has_passed() -> None:
+    """The view of a claim is behind, or a replica of the ledger has another limit (S7): here it shows a free seat."""
+    it = full_house()
+    queue(it, "a")
+    free_one(it)
+    (move,) = it.take(SeatRequested)
+    it.refuse(move, why="all 1 seats are taken")
+
+    def refused(seconds: float = 0.0) -> str:
+        answer = explain.explain(it.state, ExplainQuery(workload=move.workload), it.now + seconds)
+        return next(row.refused for row in answer.candidates if row.claim == move.candidates[0])
+
+    assert refused() == "all 1 seats are taken"
+    assert refused(61.0) == ""
+    it.claim(move.candidates[0], allocated({}))
+    assert refused() == ""
 
 
 def test_W5_explain_says_of_a_refused_job_why_it_has_no_workload() -> None:
