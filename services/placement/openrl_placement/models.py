@@ -1,4 +1,4 @@
-"""Sizes of models, kept in memory while their ``config.json`` does not change (M1)."""
+"""Sizes of models, kept in memory while the files that they are read from do not change (M1)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import asyncio
 import os
 
 from openrl_common.errors import Rejected
+from openrl_common.tensors import INDEX_NAME, SINGLE_NAME
 from openrl_placement.estimator import Model, read_model
 
 _MODELS_MAX = 256
+_FILES = ("config.json", INDEX_NAME, SINGLE_NAME)
+
+Stamp = tuple[tuple[int, int] | None, ...]
+"""Of each file: when it was written (ns) and its size; None = it cannot be seen."""
 
 
 class Models:
-    """Sizes of models, read once per version of ``config.json`` (M1), off the event loop."""
+    """Sizes of models, read once per version of their files (M1), off the event loop."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[float, Model]] = {}
+        self._known: dict[str, tuple[Stamp, Model]] = {}
 
     async def read(self, directory: str) -> Model | Rejected:
         """The sizes, or why they cannot be had. Waits for nothing when the model is known and unchanged."""
@@ -35,13 +40,18 @@ class Models:
         """The sizes, if they need not be read."""
         return self._at(directory, _stamp(directory))
 
-    def _at(self, directory: str, stamp: float) -> Model | None:
+    def _at(self, directory: str, stamp: Stamp) -> Model | None:
         known = self._known.get(directory)
         return known[1] if known is not None and known[0] == stamp else None
 
 
-def _stamp(directory: str) -> float:
+def _stamp(directory: str) -> Stamp:
+    return tuple(_version(os.path.join(directory, name)) for name in _FILES)
+
+
+def _version(path: str) -> tuple[int, int] | None:
     try:
-        return os.stat(os.path.join(directory, "config.json")).st_mtime
+        stat = os.stat(path)
     except (OSError, ValueError):
-        return -1.0
+        return None
+    return stat.st_mtime_ns, stat.st_size
