@@ -78,7 +78,7 @@ def explanation(answer: ExplainAnswer, now: float) -> str:
     for wait in record.waits:
         length = format_seconds((wait.until or now) - wait.since)
         lines.append(f"  {clock(wait.since)} {wait.reason.value} for {length}: {wait.message}")
-    for avoid in record.avoid:
+    for avoid in (each for each in record.avoid if each.until > now):
         lines.append(f"  avoids {avoid.node or avoid.claim} until {clock(avoid.until)}: {avoid.why}")
     lines += [f"  note: {note}" for note in answer.notes]
     return "\n".join(line for line in lines if line)

@@ -155,7 +155,7 @@ def _refused(state: State, event: SeatRefused, now: float, fx: Effects) -> None:
         or not alive(record)
     ):
         return
-    note_refusals(state, event.workload, list(event.refusals), now)
+    note_refusals(state, event.workload, event.refusals, now)
     if event.code == "closed":
         message = f"the ledger has closed this submission of {short_workload(event.workload)}: submit the job again"
         fail_workload(state, record, "closed", message, now, fx)

@@ -28,6 +28,7 @@ from openrl_common.queries import (
 from openrl_common.records import ClaimRecord, JobRecord, SeatRecord, SeatState, WorkloadRecord
 from openrl_common.seating import usable
 from openrl_placement.state import State, ended, need, waits
+from openrl_placement.waiting import refused_because
 
 CANDIDATES_SHOWN = 64
 
@@ -165,6 +166,7 @@ def explain(state: State, query: ExplainQuery, now: float) -> ExplainAnswer:
     for claim in state.fleet.looked_at(wanted, CANDIDATES_SHOWN) if not ended(record) else []:
         standing = state.fleet.claims[claim]
         refused = "its own claim" if claim == record.claim else state.fleet.refusal(claim, wanted)
+        refused = refused or refused_because(state, record.workload, claim, now)
         rows.append(
             CandidateRow(
                 claim=claim,
@@ -184,7 +186,7 @@ def explain(state: State, query: ExplainQuery, now: float) -> ExplainAnswer:
         deadline_in_s=record.deadline - now if record.deadline is not None else None,
         candidates=rows,
         tiers=state.fleet.tiers(record.shape),
-        notes=_job_notes(state, query, record) + _notes(state, record) + _idle_notes(state, record, rows, now),
+        notes=_job_notes(state, query, record) + _notes(state, record, now) + _idle_notes(state, record, rows, now),
     )
 
 
@@ -212,7 +214,7 @@ def _job_notes(state: State, query: ExplainQuery, record: WorkloadRecord) -> lis
     return [f"job {owner} is {job.phase}: this is the runtime that served it{kept}"]
 
 
-def _notes(state: State, record: WorkloadRecord) -> list[str]:
+def _notes(state: State, record: WorkloadRecord, now: float) -> list[str]:
     notes = []
     unknown = sorted(node for node, each in state.fleet.nodes.items() if each.host_allocatable_bytes == 0)
     if unknown:
@@ -225,7 +227,7 @@ def _notes(state: State, record: WorkloadRecord) -> list[str]:
         ceilings = ", ".join(f"{tier.ceiling_gib} GiB" for tier in tiers)
         need_text = format_bytes(record.shape.device_bytes)
         notes.append(f"it needs {need_text} of device memory; shapes that fit, smallest first: {ceilings}")
-    notes.extend(f"it avoids {each.claim or each.node}: {each.why}" for each in record.avoid)
+    notes.extend(f"it avoids {each.claim or each.node}: {each.why}" for each in record.avoid if each.until > now)
     return notes
 
 

@@ -113,8 +113,8 @@ class State:
         """Waiters whose reason names no number yet: what took the last device is heard of a moment later (W4)."""
         self.seatless_after: Place | None = None
         """The last wake-up of waiters without any claim asked for as many as one may: it goes on behind this place."""
-        self.refused_at: defaultdict[str, dict[str, tuple[tuple[int, int], float]]] = defaultdict(dict)
-        """Claims that refused a workload: how often each had changed when it asked (``Fleet.changes``), and when."""
+        self.refused_at: defaultdict[str, dict[str, tuple[tuple[int, int], float, str]]] = defaultdict(dict)
+        """Claims that refused a workload: how often each had changed when it asked (``Fleet.changes``), when, why."""
         self.asked_of: dict[str, dict[str, tuple[int, int]]] = {}
         """Per workload with a request under way: claims that it names, and how often each had changed by then."""
         self._released: OrderedDict[str, None] = OrderedDict()

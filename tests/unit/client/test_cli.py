@@ -20,6 +20,7 @@ from openrl_client.errors import JobEndedError, OpenRLError, Rejected, TimedOut,
 from openrl_common.events import SeatBooked
 from openrl_common.queries import ClaimRow, ExplainAnswer, JobRow, NodeRow, SeatRow, WorkloadRow
 from openrl_common.records import (
+    Avoid,
     ClaimState,
     JobKind,
     JobPhase,
@@ -248,6 +249,15 @@ def test_explanation_names_reason_line_and_candidates() -> None:
         "weights 2.5",
     ):
         assert part in text
+
+
+def test_P13_explanation_says_what_is_avoided_until_that_is_over() -> None:
+    record = msgspec.structs.replace(workload(), avoid=(Avoid(node="n0", until=140.0, why="it did not start there"),))
+    answer = ExplainAnswer(
+        record=record, sentence="", position=None, line_length=0, deadline_in_s=None, candidates=[], notes=[]
+    )
+    assert "avoids n0" in explanation(answer, 130.0)
+    assert "avoids" not in explanation(answer, 140.0)
 
 
 def test_status_table_has_a_column_per_phase() -> None:
