@@ -123,6 +123,7 @@ def test_v4_the_seat_decides_how_many_tokens_are_kept(new_engine: Callable[..., 
     roomy = new_engine(device_bytes=8 * GIB, max_num_seqs=8)
     assert roomy.kv_tokens_max == 9 * LENGTH_MAX
     per_token = 2 * 2 * 2 * 32 * 4
+    assert roomy.rpc("openrl_free_bytes", 8 * GIB)[0] <= 8 * GIB - 9 * LENGTH_MAX * per_token, "what the seat has left"
     tight_bytes = GIB // 2 + (4 << 20)
     tight = new_engine(device_bytes=tight_bytes, max_num_seqs=10_000, prefill_tokens=2048)
     assert LENGTH_MAX + CPU_BLOCK_TOKENS <= tight.kv_tokens_max <= (4 << 20) // per_token

@@ -250,7 +250,7 @@ class TorchEngine(Calls):
         """Raises Rejected when what is to be streamed does not fit (V6); what was loaded whole is there already."""
         if isinstance(planned, Plan):
             need = self._options.headroom_bytes or min(self._options.chunk_bytes, manifest.largest_tensor_bytes)
-            check_room(need, free_bytes(self._device), "streamed")
+            check_room(need, free_bytes(self._device, self._options.device_bytes, self._on_device()), "streamed")
 
     def _plan(self, layers: list[Layer]) -> Plan | Loaded:
         return plan_update(self._resident.model, layers)
@@ -285,8 +285,10 @@ class TorchEngine(Calls):
     def park(self, path: Path) -> Left:
         if self._parking is None:
             self._parking = Parking(torch, self._device, path)
-        batches = [tensor for batch in self._batches.values() for tensor in batch.block.tensors()]
-        return self._parking.park([*self._weights(), *batches])
+        return self._parking.park(self._on_device())
+
+    def _on_device(self) -> list[Tensor]:
+        return [*self._weights(), *(tensor for batch in self._batches.values() for tensor in batch.block.tensors())]
 
     def _weights(self) -> list[Tensor]:
         return [*self._resident.model.parameters(), *self._resident.model.buffers()]

@@ -59,21 +59,24 @@ class ResidentModel:
         longest = int(getattr(config, "max_position_embeddings", 0) or 2048)
         self.max_model_len = min(options.max_model_len or longest, longest)
         self.eos = self.tokenizer.eos()
-        self.kv_tokens_max = self._kv_budget(config, options.device_bytes)
+        self.kv_tokens_max = self._kv_budget(config, options)
 
-    def _kv_budget(self, config: Any, device_bytes: int) -> int:
-        """Tokens of keys and values that fit the seat (V4); a very large number when the seat declares nothing."""
-        if not device_bytes:
+    def _kv_budget(self, config: Any, options: TorchOptions) -> int:
+        """Tokens of keys and values that fit the seat beside weights and an update of them (V4); a very large number
+        when the seat declares nothing."""
+        if not options.device_bytes:
             return _NO_LIMIT
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         per_token = 2 * config.num_hidden_layers * heads * size * self.model.dtype.itemsize
-        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        tokens = int((device_bytes - weights) * _KV_SHARE) // per_token
+        parameters = [p.numel() * p.element_size() for p in self.model.parameters()]
+        update = options.headroom_bytes or min(options.chunk_bytes, max(parameters))
+        need = sum(parameters) + (update if options.kind is JobKind.FFT else 0)
+        tokens = int((options.device_bytes - need) * _KV_SHARE) // per_token
         if tokens < 1:
             raise Rejected(
-                f"the seat declares {device_bytes} bytes, the weights of {self._path} alone need {weights}:"
-                f" declare more device memory",
+                f"the seat declares {options.device_bytes} bytes, the weights of {self._path} and room for their"
+                f" updates alone need {need}: declare more device memory",
                 code="too-small",
             )
         return tokens

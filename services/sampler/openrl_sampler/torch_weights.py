@@ -56,12 +56,26 @@ class Meter:
         return self._peak - self._before
 
 
-def free_bytes(device: torch.device) -> int:
-    """Device memory that an update may take: free, or held by torch and not in use. On a CPU the host's."""
-    if device.type != "cuda":
-        return int(psutil.virtual_memory().available)
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+def free_bytes(device: torch.device, seat_bytes: int, resident: Iterable[Tensor]) -> int:
+    """Device memory that an update may take: what the device has free, but no more than the seat has left (V6).
+
+    What others of a shared device declared and do not use is free there and not for this seat (T2). On CUDA free is
+    also what torch holds and does not use; on a CPU the host's memory is the device's, and ``resident`` what is held
+    of the seat (B2).
+
+    Args:
+        seat_bytes: what the seat declares, 0 = not known.
+        resident: every tensor on the device, views of one storage as often as one likes.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        held = torch.cuda.memory_allocated(device)
+        free += torch.cuda.memory_reserved(device) - held
+    else:
+        free = psutil.virtual_memory().available
+        storages = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in resident)}
+        held = sum(storages.values())
+    return max(0, min(free, seat_bytes - held)) if seat_bytes else int(free)
 
 
 # --- full and delta ----------------------------------------------------------------------------------------------

@@ -295,7 +295,7 @@ class VllmEngine(Calls):
         started = time.perf_counter()
         layers, shapes = layers_of(record, manifest, directory, self._full)
         need = self._update_bytes(manifest.largest_tensor_bytes // self._options.num_devices)
-        check_room(need, min(self.rpc("openrl_free_bytes")), self.update_method)
+        check_room(need, min(self.rpc("openrl_free_bytes", self._options.device_bytes)), self.update_method)
         if self.update_method == "streamed":
             peak, touched = self._stream(layers, record.version)
         else:

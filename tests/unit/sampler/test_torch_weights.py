@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 import transformers
@@ -15,9 +16,13 @@ from safetensors.torch import load_file, save_file
 from sampler_support import flip_a_byte, new_record, remove, truncate
 
 from openrl_common.errors import Bug, Rejected
+from openrl_common.quantities import GIB
 from openrl_common.records import JobKind
+from openrl_common.wire import SamplingParams
 from openrl_sampler import torch_engine
+from openrl_sampler.engine import GenerateCall
 from openrl_sampler.streamed import Plan
+from openrl_sampler.torch_weights import free_bytes
 
 PROMPTS = [[5, 9, 13], [7, 8, 30, 31]]
 
@@ -221,3 +226,59 @@ def test_v9_an_adapter_with_odd_settings_is_rejected_and_the_next_one_of_any_job
     generate(engine, PROMPTS, job="t.other.1", max_tokens=2)
     apply(engine, save_lora(2, job="other"))
     assert generate(engine, PROMPTS, job="t.other.1", max_tokens=2).sequences[0][0].versions == [2, 2]
+
+
+def test_v6_an_update_has_what_its_seat_has_left_however_much_the_host_has(
+    new_engine: Callable[..., Any],
+    save_full: Callable[..., Any],
+    apply: Callable[..., Any],
+    generate: Callable[..., Any],
+) -> None:
+    """V6, B2: the seat is counted for files as wide as the parameters; these are twice as wide."""
+    plain = new_engine(dtype="bfloat16")
+    sizes = [p.numel() * p.element_size() for p in plain._resident.model.parameters()]
+    seat_bytes = sum(sizes) + 2 * max(sizes)
+    assert psutil.virtual_memory().available > 1000 * seat_bytes
+    tight = new_engine(dtype="bfloat16", device_bytes=seat_bytes)
+    with pytest.raises(Rejected, match="a streamed update needs") as caught:
+        apply(tight, save_full(1))
+    assert caught.value.code == "no-room"
+    assert tight.version("t.j.1") == 0
+    assert generate(tight, PROMPTS, max_tokens=3).error is None
+    roomy = new_engine(dtype="bfloat16", device_bytes=seat_bytes + max(sizes))
+    apply(roomy, save_full(2))
+    assert roomy.version("t.j.1") == 2
+
+
+def test_v6_running_sequences_leave_the_room_for_an_update(
+    new_engine: Callable[..., Any], save_full: Callable[..., Any], apply: Callable[..., Any]
+) -> None:
+    """V4, V6: as many as the seat takes are running, with all the keys and values that they may have."""
+    sizes = [p.numel() * p.element_size() for p in new_engine()._resident.model.parameters()]
+    engine = new_engine(device_bytes=sum(sizes) + 2 * max(sizes))
+    params = SamplingParams(n=500, max_tokens=20, stop_token_ids=[])
+    engine.add(GenerateCall(request="r", job="t.j.1", prompts=[[3, 4]], params=params, seed=0))
+    for _ in range(18):
+        engine.step()
+    assert engine._batches
+    apply(engine, save_full(1))
+    assert engine.version("t.j.1") == 1
+
+
+def test_v6_what_partners_on_a_device_do_not_use_is_not_this_seats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V6, T2: 80 GiB, this seat of 20 holds 12 and torch keeps 1 beside them, its partner declared 50 and uses none."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (66 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 12 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 13 * GIB)
+    device = torch.device("cuda", 0)
+    assert free_bytes(device, 20 * GIB, ()) == 8 * GIB
+    assert free_bytes(device, 11 * GIB, ()) == 0
+    assert free_bytes(device, 79 * GIB, ()) == 67 * GIB, "no more than the device has"
+    assert free_bytes(device, 0, ()) == 67 * GIB, "a seat that declares nothing"
+
+
+def test_v6_a_storage_with_several_views_is_held_once() -> None:
+    """V6, B2: tied parameters, and keys and values of one block."""
+    whole = torch.zeros(1000, dtype=torch.float32)
+    views = [whole, whole[:500], whole.view(10, 100), torch.zeros(1)]
+    assert free_bytes(torch.device("cpu"), 10_000, views) == 10_000 - 4004
