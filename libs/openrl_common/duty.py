@@ -125,6 +125,10 @@ class Duty:
             self._revision = await self._bucket.write(self._name, record, last=self._revision)
         except Conflict:
             if self._sent_at is not None:
+                entry = await self._bucket.get(self._name)
+                if entry is not None and entry.value.holder == self._holder:
+                    self._revision = entry.revision  # a renewal given up as lost has landed since (E7)
+                    return
                 log.info("duty %s is another replica's now", self._name)
                 self._lost.set()
             self._sent_at = None

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -26,6 +27,7 @@ from openrl_common.bus import Bus
 from openrl_common.errors import Conflict, Rejected, Transient
 from openrl_common.health import check
 from openrl_common.liveness import LEASE_S, RENEW_S
+from openrl_common.pause import pause
 from openrl_common.phase_metrics import PhaseMetrics
 from openrl_common.records import LeaseRecord, LeaseState, Phase, ReadyRecord, WorkloadRecord
 from openrl_common.service import SERVICE_SETTINGS, ServiceContext, ServiceSettings, run
@@ -81,9 +83,16 @@ class WorkerContext:
     phases: list[Phase] = field(default_factory=list)
     renewed_at: float = field(default_factory=time.monotonic)
     turns: Turns | None = None
+    process: str = field(default_factory=lambda: f"{os.getpid()}#{secrets.token_hex(4)}")
+    """Of this process and no other: in a pod every pid is 1."""
     _ready_at: float | None = None
     _detail: dict[str, str] = field(default_factory=dict)
     _ready_revision: int = 0
+
+    @property
+    def holder(self) -> str:
+        """What the lease calls this process."""
+        return f"{self.node}:{self.process}"
 
     @property
     def lease_held(self) -> bool:
@@ -112,7 +121,14 @@ class WorkerContext:
         self.phases.append(Phase(name=name, started_at=started_at, seconds=time.monotonic() - started, detail=detail))
 
     async def publish_phases(self) -> None:
-        """Write the ready record as it stands (``openrl status`` shows a start in progress).
+        """Show how far the start is (``openrl status``); while the bus is away that is left for the next time (B5)."""
+        try:
+            await self._write_ready()
+        except Transient as error:
+            log.warning("ready record not updated: %s", error)
+
+    async def _write_ready(self) -> None:
+        """Write the ready record as it stands.
 
         By compare-and-swap, because the launcher writes it too once this process has ended: a try that was given up as
         lost, or last words still on their way, must not land on what was said later (E7).
@@ -135,15 +151,26 @@ class WorkerContext:
                 self._ready_revision = 0 if standing is None else standing.revision
 
     async def ready(self, detail: dict[str, str] | None = None) -> None:
-        """The worker answers requests from here on."""
+        """The worker answers requests from here on. Waits while the bus is away: what is loaded stays loaded (B5).
+
+        Raises Transient when told to stop meanwhile.
+        """
         self._ready_at = self._ready_at or time.time()
         self._detail |= detail or {}
-        await self.publish_phases()
+        while True:
+            try:
+                await self._write_ready()
+                return
+            except Transient as error:
+                if self.stopping.is_set():
+                    raise
+                log.warning("not said yet that this worker is ready: %s", error)
+            await pause(self.stopping, RENEW_S)
 
     async def note(self, detail: dict[str, str]) -> None:
-        """Add to the ready record's detail, whether ready or not."""
+        """Add to the ready record's detail, whether ready or not. Raises Transient."""
         self._detail |= detail
-        await self.publish_phases()
+        await self._write_ready()
 
 
 WorkerMain = Callable[[WorkerContext], Awaitable[None]]
@@ -208,8 +235,7 @@ async def _work(context: ServiceContext, config: WorkerSettings, main: WorkerMai
     revision = await _go_live(worker, wait_s=config.start_gate_wait_s)
     if revision is None:
         return
-    with contextlib.suppress(Transient):
-        await worker.publish_phases()  # its first word: it has started, what takes long now is its own work (F2)
+    await worker.publish_phases()  # its first word: it has started, what takes long now is its own work (F2)
     context.checks["lease"] = check(lambda: worker.lease_held, "the lease could not be renewed lately")
     renewing = asyncio.create_task(_renew(worker, revision), name="renew lease")
     worker.turns = Turns(worker, context.registry)
@@ -266,7 +292,7 @@ async def _go_live(worker: WorkerContext, *, wait_s: float) -> int | None:
         state = "absent" if entry is None else entry.value.state
         log.warning("lease is %s, not starting: this process must not run assignment=%s", state, worker.assignment)
         return None
-    live = LeaseRecord(state=LeaseState.LIVE, holder=f"{worker.node}:{os.getpid()}", renewals=0)
+    live = LeaseRecord(state=LeaseState.LIVE, holder=worker.holder, renewals=0)
     try:
         return await worker.store.leases.write(worker.assignment, live, last=entry.revision)
     except Conflict:
@@ -280,14 +306,33 @@ async def _renew(worker: WorkerContext, revision: int) -> None:
     while True:
         await asyncio.sleep(RENEW_S)
         renewals += 1
-        record = LeaseRecord(state=LeaseState.LIVE, holder=f"{worker.node}:{os.getpid()}", renewals=renewals)
+        record = LeaseRecord(state=LeaseState.LIVE, holder=worker.holder, renewals=renewals)
         sent_at = time.monotonic()
         try:
             revision = await worker.store.leases.write(worker.assignment, record, last=revision)
         except Conflict:
-            log.warning("fenced: the lease is not ours any more assignment=%s", worker.assignment)
-            return
+            standing = await _own_revision(worker, revision)
+            if standing is None:
+                log.warning("fenced: the lease is not ours any more assignment=%s", worker.assignment)
+                return
+            revision = standing  # held again once a renewal from there is confirmed
+            continue
         except Transient as error:
             log.warning("lease not renewed: %s", error)
             continue
         worker.renewed_at = sent_at  # not when the answer came: whoever judges the lease saw the write before that
+
+
+async def _own_revision(worker: WorkerContext, last: int) -> int | None:
+    """Where the lease stands while it is still this process's: a renewal given up as lost may land later (E7).
+
+    None: fenced, or another process's. ``last`` when nobody can tell now.
+    """
+    try:
+        entry = await worker.store.leases.get(worker.assignment)
+    except Transient as error:
+        log.warning("lease not read: %s", error)
+        return last
+    if entry is None or entry.value.state is not LeaseState.LIVE or entry.value.holder != worker.holder:
+        return None
+    return entry.revision

@@ -13,7 +13,7 @@ from openrl_launcher import leases
 
 
 def process(bus: Bus) -> Any:
-    return SimpleNamespace(store=bus.store, assignment="a-1", node="n1", stopping=asyncio.Event())
+    return SimpleNamespace(store=bus.store, assignment="a-1", holder="n1:1#one", stopping=asyncio.Event())
 
 
 async def test_B7_a_pod_that_runs_early_waits_for_its_gate(bus: Bus) -> None:

@@ -281,13 +281,22 @@ async def test_openrl_down_stops_workers_keeps_their_seats_and_the_next_start_re
 async def test_E13_a_nats_outage_ends_no_worker(
     nats_server: NatsServer, home: Path, launch: Launch, ledger: Ledger
 ) -> None:
+    """A short one, of a process that renews its lease; ``tests/bus/test_long_outage.py`` has the long one."""
     async with launch():
-        workload, _, assignment, pid = await ledger.run("sleep")
-        await ledger.event(WorkerLaunched, assignment=assignment)
+        workload, _, assignment, pid = await ledger.run("lease")
+        await until(lambda: ledger.bus.store.ready.get(assignment))
         nats_server.kill()
         await asyncio.sleep(0.5)
         assert alive(pid)
         nats_server.start()
+        before = await lease(ledger, assignment)
+
+        async def renewed() -> bool:
+            now = await lease(ledger, assignment)
+            return before is not None and now is not None and now.renewals > before.renewals
+
+        await until(renewed)
+        assert alive(pid)
         await ledger.release(workload)
         await ledger.event(WorkerGone, assignment=assignment)
         assert not alive(pid)
