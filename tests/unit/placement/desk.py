@@ -115,7 +115,7 @@ class Desk:
         name: str,
         kind: str = "fft",
         *,
-        gib: float = 10,
+        gib: float | None = 10,
         host_gib: float | None = None,
         submission: str = "",
         sequence: int = 0,

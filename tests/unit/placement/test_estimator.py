@@ -67,12 +67,33 @@ def test_M2_fft_trainer_is_eight_bytes_a_parameter_and_its_host_fourteen() -> No
     assert (shape.device_bytes, shape.host_bytes, shape.exclusive) == (12 * GIB, 34 * GIB, False)
 
 
-def test_M2_every_figure_can_be_overridden_and_the_formula_stays_visible() -> None:
-    job = spec(overrides=Overrides(trainer_device_gib=1.5, trainer_host_gib=2))
-    shape, found = estimate(job, Role.TRAINER, GEMMA_E2B, Constants())
-    assert (shape.device_bytes, shape.host_bytes) == (int(1.5 * GIB), 2 * GIB)
-    assert found["device"] == 1.5
-    assert found["device_formula"] > 40
+@pytest.mark.parametrize(("role", "formula_gib"), [(Role.TRAINER, (44.53, 90.93)), (Role.SAMPLER, (12.96, 34.13))])
+def test_M2_every_figure_can_be_overridden_and_the_formula_stays_visible(
+    role: Role, formula_gib: tuple[float, float]
+) -> None:
+    """Each role by its own overrides: all four are given."""
+    overrides = {Role.TRAINER: (1.5, 2.0), Role.SAMPLER: (3.5, 4.0)}
+    (trainer_gib, trainer_host_gib), (sampler_gib, sampler_host_gib) = overrides.values()
+    given = Overrides(
+        trainer_device_gib=trainer_gib, trainer_host_gib=trainer_host_gib,
+        sampler_device_gib=sampler_gib, sampler_host_gib=sampler_host_gib,
+    )  # fmt: skip
+    shape, found = estimate(spec(overrides=given), role, GEMMA_E2B, Constants())
+    assert (shape.device_bytes / GIB, shape.host_bytes / GIB) == overrides[role]
+    assert (found["device"], found["host"]) == overrides[role]
+    assert (found["device_formula"], found["host_formula"]) == pytest.approx(formula_gib, abs=0.01)
+    assert "device_formula" not in estimate(spec(), role, GEMMA_E2B, Constants())[1]
+
+
+def test_M2_the_sampler_of_a_lora_job_has_room_for_slots_and_none_for_an_update() -> None:
+    """A quarter byte a parameter and 1 GiB; adapters are loaded beside weights that stay."""
+    model = Model(parameters=4 * GIB, largest_tensor_elements=GIB, kv_values_per_token=0, vocabulary=1)
+    shape, found = estimate(spec("lora"), Role.SAMPLER, model, Constants())
+    assert found["device_lora_slots"] == 2.0
+    assert "device_update_room" not in found
+    assert shape.device_bytes == (2 * 4 + 0.5 + 0.125 * 4 + 2.0) * GIB
+    assert "device_lora_slots" not in estimate(spec(), Role.SAMPLER, model, Constants())[1]
+    assert figures(model, Role.SAMPLER, "lora", lora_slots_gib=3.0)["device_lora_slots"] == 4.0
 
 
 def test_P7_lora_is_exclusive_by_default_and_the_job_may_say_otherwise() -> None:

@@ -17,10 +17,15 @@ from openrl_common.events import (
     WorkerExited,
     WorkerLaunched,
 )
+from openrl_common.memory import MemoryBus
+from openrl_common.memory_server import MemoryServer
 from openrl_common.names import SHARED
+from openrl_common.quantities import GIB
 from openrl_common.records import ClaimState, JobPhase, LoraSpec, WorkloadPhase
+from openrl_placement.estimator import Model
 from openrl_placement.state import Policy
 from unit.placement.desk import Desk, allocated, entry, node
+from unit.placement.test_outbox import placement_on
 
 TRAINER, SAMPLER = "default--a--trainer", "default--a--sampler"
 
@@ -42,6 +47,22 @@ def test_an_fft_job_gets_two_workloads_that_ask_for_seats() -> None:
     assert all(request.may_found and request.order == (0, 7) and request.attempt == 1 for request in requests)
     assert it.written == ["default.a"], "one write has the job and what was made for it"
     assert [each.workload for each in it.state.jobs["default.a"].workloads] == [TRAINER, SAMPLER]
+
+
+@pytest.mark.parametrize(("method", "room_gib"), [("streamed", 0.25 + 1), ("reload", 1.0 * 4 + 1)])
+async def test_M3_the_method_of_updates_is_the_workloads_and_its_shape_has_the_room(
+    method: str, room_gib: float
+) -> None:
+    """One setting gives both: the staging factor is 1 here, the largest tensor has 2 Gi values of two bytes."""
+    placement, it = placement_on(MemoryBus(MemoryServer()), update_method=method)
+    it.node(node())
+    it.submit("a", gib=None, model=Model(2 * GIB, largest_tensor_elements=2 * GIB, kv_values_per_token=0, vocabulary=1))
+    record = it.workload(SAMPLER)
+    assert record.update_method == placement.state.policy.update_method == method
+    assert record.update_chunk_bytes == 1 << 28
+    assert record.shape.device_bytes == (4 + 0.25 + room_gib) * GIB, "weights, engine, room"
+    assert record.estimate["device_update_room"] == room_gib
+    assert "device_update_room" not in it.workload(TRAINER).estimate
 
 
 def test_E6_after_a_restart_what_was_admitted_is_found_in_the_jobs_record() -> None:

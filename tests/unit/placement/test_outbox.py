@@ -22,7 +22,7 @@ from openrl_common.records import DutyRecord, JobKind, JobSpec, WorkloadPhase
 from openrl_common.settlement import Delivery
 from openrl_placement import jobs
 from openrl_placement.outbox import Outbox
-from openrl_placement.service import Placement, PlacementSettings
+from openrl_placement.service import Placement, PlacementSettings, constants_of
 from openrl_placement.state import Effects
 from unit.placement.desk import SMALL, Desk, node
 
@@ -131,18 +131,20 @@ async def test_E6_what_is_kept_goes_out_in_the_order_of_the_decisions() -> None:
     assert [msgspec.json.decode(event.data, type=JobEnded).outcome for event in events] == ["first", "second", "third"]
 
 
-def placement_on(bus: Bus, *, placement_timeout_s: float = 0.0, pass_every_s: float = 10.0) -> tuple[Placement, Desk]:
+def placement_on(
+    bus: Bus, *, placement_timeout_s: float = 0.0, pass_every_s: float = 10.0, update_method: str = "streamed"
+) -> tuple[Placement, Desk]:
     """The service's core parts, and a desk that plays on its state."""
     config = PlacementSettings(
         nats_url="memory", home=Path("home"), log_level="error", log_format="json", health_host="", health_port=0,
         max_seats_per_claim=0, placement_strategy="binpack", owner_affinity=True,
         placement_timeout_s=placement_timeout_s, lora_jobs_per_runtime=1, lora_idle_s=600.0,
         trainer_host_base_bytes=0, sampler_host_base_bytes=0, trainer_device_base_bytes=0,
-        sampler_device_base_bytes=0, sampler_cache_tokens=1024, update_method="streamed",
+        sampler_device_base_bytes=0, sampler_cache_tokens=1024, update_method=update_method,
         update_chunk_bytes=1 << 28, update_staging_factor=1.0, scalable_shapes=(), pass_every_s=pass_every_s,
     )  # fmt: skip
     placement = Placement(bus, config)
-    it = Desk()
+    it = Desk(constants=constants_of(config))
     it.state = placement.state
     return placement, it
 
