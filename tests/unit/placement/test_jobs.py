@@ -49,7 +49,7 @@ def test_an_fft_job_gets_two_workloads_that_ask_for_seats() -> None:
     assert [each.workload for each in it.state.jobs["default.a"].workloads] == [TRAINER, SAMPLER]
 
 
-@pytest.mark.parametrize(("method", "room_gib"), [("streamed", 0.25 + 1), ("reload", 1.0 * 4 + 1)])
+@pytest.mark.parametrize(("method", "room_gib"), [("streamed", 0.125 + 1), ("reload", 1.0 * 4 + 1)])
 async def test_M3_the_method_of_updates_is_the_workloads_and_its_shape_has_the_room(
     method: str, room_gib: float
 ) -> None:
@@ -59,7 +59,7 @@ async def test_M3_the_method_of_updates_is_the_workloads_and_its_shape_has_the_r
     it.submit("a", gib=None, model=Model(2 * GIB, largest_tensor_elements=2 * GIB, kv_values_per_token=0, vocabulary=1))
     record = it.workload(SAMPLER)
     assert record.update_method == placement.state.policy.update_method == method
-    assert record.update_chunk_bytes == 1 << 28
+    assert record.update_chunk_bytes == 1 << 27
     assert record.shape.device_bytes == (4 + 0.25 + room_gib) * GIB, "weights, engine, room"
     assert record.estimate["device_update_room"] == room_gib
     assert "device_update_room" not in it.workload(TRAINER).estimate

@@ -141,7 +141,7 @@ def placement_on(
         placement_timeout_s=placement_timeout_s, lora_jobs_per_runtime=1, lora_idle_s=600.0,
         trainer_host_base_bytes=0, sampler_host_base_bytes=0, trainer_device_base_bytes=0,
         sampler_device_base_bytes=0, sampler_cache_tokens=1024, update_method=update_method,
-        update_chunk_bytes=1 << 28, update_staging_factor=1.0, scalable_shapes=(), pass_every_s=pass_every_s,
+        update_chunk_bytes=1 << 27, update_staging_factor=1.0, scalable_shapes=(), pass_every_s=pass_every_s,
     )  # fmt: skip
     placement = Placement(bus, config)
     it = Desk(constants=constants_of(config))
