@@ -281,6 +281,8 @@ class TurnRequested(_TurnEvent, frozen=True, kw_only=True, tag="turn.requested.v
     IDENTITY: ClassVar[tuple[str, ...]] = ("assignment", "session", "attempt")
     session: str
     attempt: int
+    loading: bool | None = None
+    """None: it wants the device. Else a word about the turn it has under ``epoch``: it cannot yield yet, or now can."""
 
 
 class TurnReleased(_TurnEvent, frozen=True, kw_only=True, tag="turn.released.v1"):

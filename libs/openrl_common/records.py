@@ -381,6 +381,7 @@ class Residency(Record, frozen=True, kw_only=True):
 
     Attributes:
         until: its turn lasts at least until then; nobody asks it to leave before, but to leave when it is idle.
+        loading: it cannot yield yet (True), or can since it said so (False); None = it said nothing of it.
         pressed_at: since when somebody waits who does not fit beside it: it leaves as soon as it is idle.
         asked_at: since when it is asked to leave at its next safe boundary; None = not asked.
         fenced_at: since when it is being fenced, for ``why``; it counts until its process is gone.
@@ -389,6 +390,7 @@ class Residency(Record, frozen=True, kw_only=True):
     epoch: int
     granted_at: float
     until: float
+    loading: bool | None = None
     pressed_at: float | None = None
     asked_at: float | None = None
     fenced_at: float | None = None

@@ -10,6 +10,7 @@ Invariants:
   until the process is gone (T5);
 - the record in openrl_turns is the truth, events are hints: it is read on every hint and every ``LOOK_S`` (E5), and
   what it does not show yet is said again;
+- while there are no movers (a load inside the first turn) the record says so, and nobody is asked to yield (T3);
 - alone or co-resident, a turn costs a look at two fields (T1, T2). An exclusive workload has no turns at all.
 
 Not here: what is parked and how (``parking``), who gets the turn (the ledger).
@@ -104,6 +105,7 @@ class Turns:
         self._hint_coming = asyncio.Event()
         self._left: TurnReleased | None = None
         self._left_said_at = 0.0
+        self._load_said_at = 0.0
         self._tasks: list[asyncio.Task[None]] = []
         self._unsubscribe: Callable[[], Awaitable[None]] | None = None
 
@@ -164,6 +166,8 @@ class Turns:
     def movers(self, park: Move, resume: Move) -> None:
         """How to leave the device and to come back. Until this is called the worker cannot yield."""
         self._park, self._resume = park, resume
+        self._load_said_at = 0.0
+        self._hint.set()
 
     @property
     def on(self) -> bool:
@@ -303,6 +307,8 @@ class Turns:
             await _pause(self._hint_coming, LOOK_S)
         self._metrics.wait.observe(time.monotonic() - asked_at)
         self._epoch = residency.epoch
+        if not self._can_park:
+            self._hint.set()
         if self._parked and self._resume is not None:
             moved = await self._resume()
             self._parked = False
@@ -345,17 +351,29 @@ class Turns:
         except Transient as error:
             log.warning("not said yet that the turn is released: %s", error)
 
-    async def _request(self) -> None:
+    async def _request(self, loading: bool | None = None) -> None:
+        """Ask for a turn; with ``loading``, say of the turn it has whether it cannot yield it yet."""
         self._attempt += 1
         try:
             await self._context.bus.publish(
                 TurnRequested(
                     tenant=self._context.workload.tenant, claim=self._claim, assignment=self._context.assignment,
-                    epoch=self._left_epoch, session=self._session, attempt=self._attempt,
+                    epoch=self._left_epoch if loading is None else self._epoch, session=self._session,
+                    attempt=self._attempt, loading=loading,
                 )
             )  # fmt: skip
         except Transient as error:
             log.warning("the turn is not asked for yet: %s", error)
+
+    async def _say_load(self) -> None:
+        """Whether it can yield the turn it has, when that is not what the record shows (T3)."""
+        residency, loading = self._residency, not self._can_park
+        if residency is None or not self._current or not self._context.lease_held:
+            return
+        unsaid = residency.loading is None if loading else residency.loading is True
+        if unsaid and time.monotonic() - self._load_said_at >= LOOK_S:
+            self._load_said_at = time.monotonic()
+            await self._request(loading)
 
     async def _note(self, detail: dict[str, str]) -> None:
         try:
@@ -371,6 +389,7 @@ class Turns:
             self._hint.clear()
             if not self._lock.locked():
                 await self._refresh()
+                await self._say_load()
             idle_s = time.monotonic() - self._idle_since
             if self._users == 0 and self._epoch and self._can_park and not self._lock.locked():
                 residency = self._residency

@@ -65,7 +65,14 @@ TURN_GRACE_S = settings.setting(
     default="30s",
     help="How long a worker may take to yield once asked; then it is fenced and stopped.",
 )
-TURN_SETTINGS = (CORESIDENCY, DEVICE_RESERVE_BYTES, MAX_TURN_S, TURN_GRACE_S)
+LOAD_GRACE_S = settings.setting(
+    "--load-grace",
+    name="load_grace_s",
+    type=settings.SECONDS,
+    default="30m",
+    help="How long a worker that loads its model, and so cannot yield, may keep a device that another one waits for.",
+)
+TURN_SETTINGS = (CORESIDENCY, DEVICE_RESERVE_BYTES, MAX_TURN_S, TURN_GRACE_S, LOAD_GRACE_S)
 
 
 class Metrics:
@@ -153,11 +160,14 @@ class Arbiter:
         )
 
     async def handle(self, delivery: Delivery) -> None:
-        """A worker asks for the device, or has left it. Handling it twice changes nothing."""
+        """A worker asks for the device, says whether it can yield it, or has left it. Twice changes nothing."""
         event = delivery.event()
         match event:
-            case TurnRequested():
+            case TurnRequested(loading=None):
                 await self._look(event.claim, partial(turns.request, assignment=event.assignment, now=time.time()))
+            case TurnRequested(loading=bool(loading)):
+                said = partial(turns.load, assignment=event.assignment, epoch=event.epoch, loading=loading)
+                await self._look(event.claim, partial(said, policy=self.policy, now=time.time()))
             case TurnReleased():
                 await self._look(event.claim, partial(turns.release, assignment=event.assignment, epoch=event.epoch))
                 if delivery.deliveries == 1 and event.resaid == 0:

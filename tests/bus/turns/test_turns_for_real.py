@@ -226,6 +226,31 @@ async def test_t3_b7_a_hung_holder_is_fenced_and_the_turn_moves_on(world: World)
     assert float(world.lines(other, "touch")[0][0]) > float(world.lines(hung)[-1][0])
 
 
+async def test_t3_a_load_that_outlasts_turn_and_grace_beside_a_waiter_ends_and_then_yields(world: World) -> None:
+    """T3, F2: 6 s inside the first turn, which is asked for after 1 s and would be fenced after another."""
+    world.start_ledger("--max-turn", "1s", "--turn-grace", "1s")
+    slow = await world.seat("loading-1")
+    other = await world.seat("busy-2")
+    await until(lambda: world.touched(other))
+    (loaded,) = world.lines(slow, "loaded")
+    assert float(world.lines(other, "touch")[0][0]) > float(loaded[0])
+    await until(lambda: len(world.lines(slow, "resume")) >= 2)
+    assert len(world.lines(slow, "loaded")) == 1
+    assert not await world.events(FenceRequested)
+
+
+async def test_t3_a_load_that_outlasts_its_own_bound_beside_a_waiter_is_fenced(world: World) -> None:
+    world.start_ledger("--max-turn", "1s", "--turn-grace", "1s", "--load-grace", "2s")
+    slow = await world.seat("loading-1")
+    held = await world.assignment(slow)
+    other = await world.seat("busy-2")
+    await until(lambda: _said(world, WorkerGone, held))
+    (world.home / "device" / held).unlink()
+    await until(lambda: world.touched(other))
+    assert not world.lines(slow, "loaded")
+    assert [event.assignment for event in await world.events(FenceRequested)] == [held]
+
+
 async def test_t6_a_holder_that_died_silently_is_fenced_within_ten_seconds(world: World) -> None:
     """T6: frozen (SIGSTOP), it renews nothing; the end of its turn is far away."""
     world.start_ledger("--max-turn", "600s", "--turn-grace", "600s")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from openrl_common.events import TurnGranted, TurnYieldAsked
 from openrl_common.liveness import Pulses
-from openrl_common.records import ClaimEntry, ClaimRecord, ClaimState, Role, TurnRecord
-from openrl_ledger.core.turns import LAPSE_S, TurnPolicy, double_hold, release, request, settle, told
+from openrl_common.records import ClaimEntry, ClaimRecord, ClaimState, Residency, Role, TurnRecord
+from openrl_ledger.core.turns import LAPSE_S, TurnPolicy, double_hold, load, release, request, settle, told
 
 POLICY = TurnPolicy(reserve_bytes=1, max_turn_s=120.0, grace_s=30.0)
 STRICT = TurnPolicy(coresidency=False, reserve_bytes=1, max_turn_s=120.0, grace_s=30.0)
@@ -56,6 +56,12 @@ class Desk:
         for name in names:
             self.record = request(self.record, name, self.now)
             self.settle()
+
+    def says(self, name: str, *, loading: bool, epoch: int | None = None) -> None:
+        held = self.record.residents.get(name)
+        epoch = epoch if epoch is not None else held.epoch if held else 0
+        self.record = load(self.record, name, epoch, loading, self.policy, self.now)
+        self.settle()
 
     def leaves(self, name: str, epoch: int | None = None) -> None:
         held = self.record.residents.get(name)
@@ -160,6 +166,128 @@ def test_t3_a_hung_holder_is_fenced_after_the_grace_and_counts_until_its_process
     assert desk.on == {"a"}, "regranted before the fenced worker was gone"
     desk.without("a")
     assert desk.on == {"b"}
+
+
+def test_t3_who_loads_is_neither_asked_nor_fenced_and_its_turn_counts_from_when_it_can_yield() -> None:
+    """T3, F2: a load of 15 minutes inside the first turn, beside a waiter; it cannot yield before it has loaded."""
+    desk = Desk(claim(a=("one", 8), b=("two", 8)))
+    desk.asks("a", "b")
+    desk.says("a", loading=True)
+    for _ in range(30):
+        desk.passes(30)
+        assert not desk.asked("a")
+    desk.says("a", loading=False)
+    residency = desk.record.residents["a"]
+    assert residency.until == desk.now + 120
+    assert residency.pressed_at is not None, "it is not told that somebody waits"
+    desk.passes(119)
+    assert not desk.asked("a")
+    desk.passes(1)
+    assert desk.asked("a")
+    assert desk.record.residents["a"].fenced_at is None
+    desk.leaves("a")
+    assert desk.on == {"b"}
+
+
+def test_t3_a_load_without_end_is_asked_and_fenced_after_its_own_bound() -> None:
+    """T3: no holder blocks a claim for ever."""
+    desk = Desk(claim(a=("one", 8), b=("two", 8)))
+    desk.asks("a", "b")
+    desk.says("a", loading=True)
+    desk.passes(POLICY.load_grace_s - 1)
+    assert not desk.asked("a")
+    desk.passes(1)
+    assert desk.asked("a")
+    desk.passes(30)
+    assert "grace" in desk.record.residents["a"].why
+
+
+def test_t3_t6_who_dies_while_it_loads_is_fenced() -> None:
+    desk = Desk(claim(a=("one", 8), b=("two", 8)))
+    desk.asks("a", "b")
+    desk.says("a", loading=True)
+    desk.passes(1, dead=["a"])
+    assert "lapsed" in desk.record.residents["a"].why
+
+
+def test_t3_an_ask_that_was_made_before_it_was_heard_that_it_loads_is_withdrawn() -> None:
+    desk = Desk(claim(a=("one", 8), b=("two", 8)))
+    desk.asks("a")
+    desk.passes(500)
+    desk.asks("b")
+    assert desk.asked("a")
+    desk.says("a", loading=True)
+    assert not desk.asked("a")
+    desk.passes(POLICY.load_grace_s - 501)
+    assert not desk.asked("a")
+
+
+def test_t3_t4_words_of_a_load_that_come_twice_late_or_in_the_wrong_order_change_nothing() -> None:
+    desk = Desk(claim(a=("one", 8), b=("two", 8)))
+    desk.asks("a", "b")
+    desk.says("a", loading=True)
+    desk.passes(200)
+    desk.says("a", loading=False)
+    loaded = desk.record
+    desk.now += 50
+    for loading in (True, False, True):
+        desk.says("a", loading=loading)
+        assert desk.record == loaded, "it loads again, or has another turn"
+    desk.leaves("a", epoch=1)
+    left = desk.record
+    desk.says("a", loading=True, epoch=1)
+    assert desk.record == left, "who has left asks for the device, or its neighbour loads"
+    desk.asks("a")
+    desk.leaves("b")
+    again = desk.record
+    desk.says("a", loading=True, epoch=1)
+    assert desk.record == again, "the word is about an older turn"
+
+
+def test_t3_t4_that_it_has_loaded_is_the_last_word_although_it_is_heard_first() -> None:
+    desk = Desk(claim(a=("one", 8), b=("two", 8)))
+    desk.asks("a", "b")
+    desk.says("a", loading=False)
+    desk.says("a", loading=True)
+    desk.passes(120)
+    assert desk.asked("a")
+
+
+def test_t2_t3_nobody_leaves_for_a_waiter_that_cannot_come_before_a_load_has_ended() -> None:
+    desk = Desk(claim(a=("one", 4), b=("two", 4), big=("three", 8)))
+    desk.asks("a", "b")
+    desk.says("a", loading=True)
+    desk.asks("big")
+    desk.passes(300)
+    assert desk.record.residents["b"].pressed_at is None
+    assert not desk.asked("b")
+    desk.says("a", loading=False)
+    assert desk.asked("b")
+    assert desk.record.residents["a"].pressed_at is not None
+
+
+def test_t2_t3_who_holds_the_device_beside_a_load_leaves_for_a_waiter_that_fits_beside_it() -> None:
+    desk = Desk(claim(a=("one", 4), b=("two", 5), c=("three", 5)))
+    desk.asks("a", "b")
+    desk.says("a", loading=True)
+    desk.asks("c")
+    desk.passes(120)
+    assert desk.asked("b")
+    assert not desk.asked("a")
+
+
+@pytest.mark.parametrize(("policy", "sizes", "double"), [
+    (POLICY, (5, 5), True),
+    (POLICY, (4, 5), False),
+    (POLICY, (11,), False),
+    (STRICT, (1, 1), True),
+    (STRICT, (1,), False),
+])  # fmt: skip
+def test_t7_a_double_hold_is_seen(policy: TurnPolicy, sizes: tuple[int, ...], double: bool) -> None:
+    """T7: one byte over the reserve, or two where only one may be. One alone never is."""
+    seats = claim(**{f"w{i}": (f"o{i}", size) for i, size in enumerate(sizes)})
+    record = TurnRecord(residents={name: Residency(epoch=1, granted_at=0.0, until=9.0) for name in seats.entries})
+    assert double_hold(record, seats, policy) is double
 
 
 def test_t3_an_owner_with_two_workers_has_one_place_in_the_line() -> None:
@@ -275,7 +403,11 @@ def test_t3_owners_that_always_want_the_device_get_equal_turns(
 
 
 _ACTS = st.lists(
-    st.tuples(st.sampled_from(["ask", "leave", "late", "pass", "gone", "dead"]), st.integers(0, 5), st.floats(0, 200)),
+    st.tuples(
+        st.sampled_from(["ask", "leave", "late", "pass", "gone", "dead", "load", "loaded"]),
+        st.integers(0, 5),
+        st.floats(0, 200),
+    ),
     max_size=60,
 )
 
@@ -300,6 +432,8 @@ def test_t2_t7_never_more_resident_than_the_device_holds_whatever_happens(
                 desk.leaves(name)
             case "late":
                 desk.leaves(name, epoch=desk.record.epochs.get(name, 0) - 1)
+            case "load" | "loaded":
+                desk.says(name, loading=act == "load")
             case "pass":
                 desk.passes(seconds)
             case "gone":
@@ -311,6 +445,7 @@ def test_t2_t7_never_more_resident_than_the_device_holds_whatever_happens(
             epochs[holder] = residency.epoch
         fenced = [n for n, r in desk.record.residents.items() if r.fenced_at is not None]
         assert all(n in desk.seats.entries for n in fenced)
+    desk.now += policy.load_grace_s
     for _ in range(len(sizes) * 3):  # settles: who is asked or fenced goes, so that nobody waits for ever
         desk.passes(policy.max_turn_s)
         desk.passes(policy.grace_s)

@@ -9,6 +9,7 @@ Invariants (``double_hold`` checks the first):
 - several are resident only while the sum of what they declare fits the device minus the reserve (T2);
 - the next grant goes to the owner served longest ago, and nobody who came later is let in before it: a big workload
   is not starved by small ones, an owner with two workers has one place in the line (T3);
+- who loads cannot yield: it is asked after ``load_grace_s`` only, and has a whole turn once it says that it can (T3);
 - who is resident stays so until it says it left, or until its entry is off the claim, which the ledger does only after
   its process is seen gone: a fenced worker still counts (T5, T6).
 
@@ -40,6 +41,7 @@ class TurnPolicy:
     reserve_bytes: int = 0
     max_turn_s: float = 120.0
     grace_s: float = 30.0
+    load_grace_s: float = 1800.0
 
 
 def request(record: TurnRecord, assignment: str, now: float) -> TurnRecord:
@@ -47,6 +49,22 @@ def request(record: TurnRecord, assignment: str, now: float) -> TurnRecord:
     if assignment in record.residents or assignment in record.waiting:
         return record
     return replace(record, waiting={**record.waiting, assignment: now})
+
+
+def load(record: TurnRecord, assignment: str, epoch: int, loading: bool, policy: TurnPolicy, now: float) -> TurnRecord:
+    """It cannot yield yet, so its turn lasts as long as a load may (T3); or it can now, and a whole turn begins.
+
+    A word about the turn it has, which one process has, and which goes on only from loading to loaded: what comes
+    twice, late or in the wrong order changes nothing (T4).
+    """
+    residency = record.residents.get(assignment)
+    if residency is None or residency.epoch != epoch or residency.loading in (loading, False):
+        return record
+    until = now + policy.max_turn_s
+    if loading:
+        until = max(residency.until, residency.granted_at + policy.load_grace_s)
+    said = replace(residency, loading=loading, until=until, asked_at=None)
+    return replace(record, residents={**record.residents, assignment: said})
 
 
 def release(record: TurnRecord, assignment: str, epoch: int) -> TurnRecord:
@@ -173,20 +191,25 @@ def _lacking_bytes(residents: Set[str], assignment: str, claim: ClaimRecord, pol
 def _press(
     record: TurnRecord, claim: ClaimRecord, policy: TurnPolicy, now: float, dead: Set[str]
 ) -> dict[str, Residency]:
-    """Somebody waits who does not fit: who is idle should leave, whose turn is over must, who will not is fenced."""
+    """Somebody waits who does not fit: who is idle should leave, whose turn is over must, who will not is fenced.
+
+    While one loads beside whom the next one does not fit either, nobody is disturbed: leaving would help nobody.
+    """
     residents = dict(record.residents)
-    for assignment, residency in residents.items():
-        if residency.pressed_at is None:
-            residents[assignment] = replace(residency, pressed_at=now)
-    staying = [a for a, residency in residents.items() if residency.asked_at is None and residency.fenced_at is None]
     waiter = next_owner(record, claim.entries)
-    staying.sort(key=lambda a: (residents[a].granted_at, residents[a].epoch, a))
-    while staying and _lacking_bytes(set(staying), waiter, claim, policy) > 0:
-        over = next((a for a in staying if now >= residents[a].until), None)
-        if over is None:
-            break
-        residents[over] = replace(residents[over], asked_at=now)
-        staying.remove(over)
+    loading = {a for a, r in residents.items() if r.loading and r.fenced_at is None and now < r.until}
+    if _lacking_bytes(loading, waiter, claim, policy) <= 0:
+        for assignment, residency in residents.items():
+            if residency.pressed_at is None:
+                residents[assignment] = replace(residency, pressed_at=now)
+        staying = [a for a, r in residents.items() if r.asked_at is None and r.fenced_at is None]
+        staying.sort(key=lambda a: (residents[a].granted_at, residents[a].epoch, a))
+        while staying and _lacking_bytes(set(staying), waiter, claim, policy) > 0:
+            over = next((a for a in staying if now >= residents[a].until), None)
+            if over is None:
+                break
+            residents[over] = replace(residents[over], asked_at=now)
+            staying.remove(over)
     for assignment, residency in residents.items():
         if residency.fenced_at is not None:
             continue

@@ -55,6 +55,10 @@ async def resume() -> Moved:
 
 
 async def work(context: worker.WorkerContext) -> None:
+    async with context.turn():  # as the real workers: inside its first turn, with nothing to park yet
+        enter()
+        await asyncio.sleep(6 if BEHAVIOUR == "loading" else 0)
+        say("loaded")
     context.movers(park, resume)
     await context.ready({"can_park": "true"})
     while not context.stopping.is_set():
