@@ -15,6 +15,8 @@ both missed.
 
 from __future__ import annotations
 
+from itertools import islice
+
 import msgspec
 
 from openrl_common.events import (
@@ -29,6 +31,7 @@ from openrl_common.events import (
     WorkerUnschedulable,
 )
 from openrl_common.names import short_workload
+from openrl_common.quantities import GIB
 from openrl_common.records import (
     ClaimRecord,
     ClaimState,
@@ -46,12 +49,14 @@ from openrl_common.records import (
 )
 from openrl_placement.endings import end_if_gone, fail_workload, gone, job_ready
 from openrl_placement.jobs import closed
+from openrl_placement.line import Group
 from openrl_placement.state import (
     Effects,
     State,
     alive,
     ended,
     need,
+    order,
     placed,
     release_request,
     waits,
@@ -70,6 +75,8 @@ from openrl_placement.waiting import (
     wake_seatless,
 )
 
+_EARLIER_MAX = 64
+"""Earlier waiters that are looked at for one that was overtaken: of those that fit, nearly all count."""
 SWEEP_AFTER_S = 5.0
 """Nodes of one fleet come in one after the other: only after this is an early submission called impossible."""
 
@@ -331,6 +338,8 @@ def claim_changed(state: State, claim: str, record: ClaimRecord | None, now: flo
                 continue
             may_wake |= before is None or seated.assignment not in before.entries  # its seat was heard of first
             if seated.phase is WorkloadPhase.PENDING:
+                if before is not None and before.state is ClaimState.PENDING:
+                    state.overtakings += _overtakes(state, seated, record, now)
                 state.put_workload(_as_placed(seated, record.node, now))
                 state.refused_at.pop(workload, None)
                 fx.workloads[workload] = None
@@ -340,6 +349,32 @@ def claim_changed(state: State, claim: str, record: ClaimRecord | None, now: flo
     for workload in founders:  # after that: whoever is offered what it was promised would be offered this one too (W1)
         settle(state, workload, now, fx)
     return fx
+
+
+def _overtakes(state: State, record: WorkloadRecord, claim: ClaimRecord, now: float) -> bool:
+    """W1: does an earlier waiter's own claim, which these devices would have done for, still wait for some?
+
+    Kube-scheduler decides among them. A job's second worker goes before others' first by the rule: it overtakes nobody.
+    """
+    if any(placed(each) for each in state.both_of(record)):
+        return False
+
+    def fits(group: Group) -> bool:
+        shape = group.shape
+        return (
+            not group.seatless and shape.device_count == len(claim.devices) and shape.device_bytes <= claim.device_bytes
+        )
+
+    for workload in islice(state.line.waiting(fits), _EARLIER_MAX):
+        waiter = state.workloads[workload]
+        if order(waiter) >= order(record):
+            return False
+        own = state.fleet.claims.get(waiter.claim)
+        if own is None or own.state is not ClaimState.PENDING or claim.node in need(waiter, now).avoid:
+            continue
+        if any(claim.device_bytes <= tier.ceiling_gib * GIB for tier in own.tiers):
+            return True
+    return False
 
 
 def node_changed(state: State, node: str, record: NodeRecord | None, now: float) -> Effects:

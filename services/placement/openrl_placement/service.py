@@ -419,7 +419,13 @@ async def _act(
     handled = Histogram("openrl_placement_handle_seconds", "Time to handle one event", registry=context.registry)
     failures = Counter("openrl_placement_jobs_failed", "Jobs refused or failed", ["code"], registry=context.registry)
     waiting = Gauge("openrl_placement_waiting", "Workloads in the waiting line", registry=context.registry)
+    overtakings = Gauge(
+        "openrl_placement_overtakings",
+        "Own claims that got a device before an earlier waiter's, which would have taken it; kube-scheduler decides.",
+        registry=context.registry,
+    )
     placement = Placement(context.bus, config, duty)
+    overtakings.set_function(lambda: placement.state.overtakings)
     waiting.set_function(lambda: len(placement.state.line))
 
     async def handle(delivery: Delivery) -> None:

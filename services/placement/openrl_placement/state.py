@@ -108,6 +108,8 @@ class State:
         self.ready: dict[str, bool] = {}
         self.workers: dict[str, WorkerRecord] = {}
         self.requested_at: dict[str, float] = {}
+        self.overtakings = 0
+        """Own claims that got a device before an earlier waiter's did, which would have taken it (W1)."""
         self.sweep_at: float | None = None
         self.unexplained: set[str] = set()
         """Waiters whose reason names no number yet: what took the last device is heard of a moment later (W4)."""

@@ -286,3 +286,48 @@ def test_W1_nobody_gives_a_seat_up_for_one_that_is_offered_another() -> None:
     assert asked(it) == [(sampler("a"), ("free",))]
     it.repair(60.0)
     assert it.take(SeatReleaseRequested) == []
+
+
+def allocate(it: Desk, workload: str, *, gib: float = 80.0) -> None:
+    record = it.workload(workload)
+    it.claim(record.claim, allocated({record.assignment: entry(workload)}, gib=gib))
+
+
+def test_W1_a_claim_that_is_allocated_before_an_earlier_waiters_is_counted() -> None:
+    """Among pending claims of a cluster kube-scheduler decides."""
+    it = Desk()
+    it.node(node(devices=4))
+    it.node(node("n2", devices=4, gib=24))
+    wait(it, "a", "b", "c", gib=20)
+    allocate(it, sampler("a"))
+    assert it.state.overtakings == 0, "it was the first"
+    allocate(it, sampler("c"), gib=24)
+    assert it.state.overtakings == 1
+    allocate(it, sampler("c"), gib=24)
+    allocate(it, trainer("c"))
+    assert it.state.overtakings == 1, "told twice, or a job's second worker, which goes before others' first"
+
+
+def test_W1_a_claim_on_a_device_that_no_earlier_waiter_could_have_had_overtakes_nobody() -> None:
+    it = Desk()
+    it.node(node(devices=4))
+    it.node(node("n2", devices=4, gib=24))
+    wait(it, "large", gib=30)
+    wait(it, "small", gib=20)
+    allocate(it, sampler("small"), gib=24)
+    assert it.state.overtakings == 0
+    it = Desk()
+    it.node(node(devices=4))
+    wait(it, "failed-there", "last")
+    for role in (sampler, trainer):
+        record = it.workload(role("failed-there"))
+        it.state.put_workload(msgspec.structs.replace(record, avoid=(Avoid(node="n1", until=1e9, why="there"),)))
+    allocate(it, sampler("last"))
+    assert it.state.overtakings == 0
+    it = Desk()
+    it.node(node("n2", devices=1, gib=24))
+    wait(it, "founded-narrow", gib=20)
+    it.node(node(devices=4))
+    it.submit("last", gib=20)
+    it.book(next(each for each in it.take(SeatRequested) if each.workload == sampler("last")))
+    assert it.state.overtakings == 0
