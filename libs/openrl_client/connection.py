@@ -32,6 +32,7 @@ Answer = TypeVar("Answer", bound=msgspec.Struct)
 EVENTS_STREAM = "OPENRL_EVENTS"
 ADMISSION_TIMEOUT_S = 10.0
 ADMISSION_LOOK_S = 1.0
+_HEARD_MAX = 100
 QUERY_RETRY_S = 0.2
 
 
@@ -172,10 +173,11 @@ class Client:
         No consumer of the events: who may pull from one of that stream may pull from those of the services (tenancy).
         """
         subject = f"openrl.ev.placement.{self.tenant}.job.{name}"
-        heard: asyncio.Queue[bytes] = asyncio.Queue()
+        heard: asyncio.Queue[bytes] = asyncio.Queue(_HEARD_MAX)
 
         async def on_event(body: bytes, _headers: dict[str, str]) -> None:
-            heard.put_nowait(body)
+            with contextlib.suppress(asyncio.QueueFull):  # what is left out is looked up
+                heard.put_nowait(body)
 
         unsubscribe = await self.bus.subscribe(f"{subject}.*", on_event)
         try:

@@ -139,6 +139,8 @@ class Placement:
         self._mirrors: list[Mirror[Any]] = []
         self._seats: Mirror[SeatRecord] | None = None
         self._claims: Mirror[ClaimRecord] | None = None
+        # No bound of its own (E16): the state has changed already, so none may be dropped. They grow for one round of
+        # writes, which has a deadline; then all are merged into the next (``follow_mirrors``).
         self._changes: asyncio.Queue[Effects] = asyncio.Queue()
 
     async def start(self) -> None:
