@@ -409,8 +409,10 @@ def ready_changed(state: State, assignment: str, ready: ReadyRecord | None, now:
     fx = Effects()
     if ready is None:
         state.ready.pop(assignment, None)
+        state.spoke.pop(assignment, None)
         return fx
     state.ready[assignment] = ready.ready
+    state.spoke[assignment] = ready.process_started_at
     record = state.workloads.get(ready.workload)
     if record is None or record.assignment != assignment or not alive(record):
         return fx

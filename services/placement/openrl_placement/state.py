@@ -106,6 +106,8 @@ class State:
         self.on_claim: defaultdict[str, set[str]] = defaultdict(set)
         self.seats: dict[str, SeatRecord] = {}
         self.ready: dict[str, bool] = {}
+        self.spoke: dict[str, float] = {}
+        """Assignment → when the process started that wrote its ready record last (Unix seconds, 0 = unknown)."""
         self.workers: dict[str, WorkerRecord] = {}
         self.requested_at: dict[str, float] = {}
         self.overtakings = 0

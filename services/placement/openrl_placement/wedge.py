@@ -2,7 +2,8 @@
 
 Placed, the device allocated, and for the whole wedge grace no word of the worker itself: no ready record, which every
 worker writes as soon as it is live, before it loads anything. What it does from then on (imports, load, compile) is not
-counted, nor is pulling its image, which the launcher reports; one that starts and fails is F4's.
+counted, nor is pulling its image, which the launcher reports; one that starts and fails is F4's. Of a worker that was
+started again, what its former process said is no word: the grace begins anew with the launch.
 
 The release keeps the incarnation: once SeatReleased is there the workload asks again in the same handling, and what it
 avoids is left out of its candidates and told to the launchers with an own claim.
@@ -19,6 +20,8 @@ from openrl_placement.state import Effects, State, release_request
 AVOID_S = 600.0
 """How long a place that failed a workload is avoided by it."""
 AVOIDS_MAX = 16
+CLOCKS_APART_S = 60.0
+"""A cluster's API server says when a pod was made, its node's clock when the process started."""
 _STARTING = (WorkloadPhase.PLACED, WorkloadPhase.STARTING)
 
 
@@ -29,11 +32,20 @@ def pulling_s(worker: WorkerRecord, now: float) -> float:
 
 def is_wedged(state: State, record: WorkloadRecord, now: float) -> bool:
     grace_s = state.policy.wedge_grace_s
-    if not grace_s or record.phase not in _STARTING or record.placed_at is None or record.assignment in state.ready:
+    if not grace_s or record.phase not in _STARTING or record.placed_at is None:
         return False
-    worker = state.workers.get(record.assignment)
+    worker, since = state.workers.get(record.assignment), record.placed_at
+    if record.assignment in state.ready:
+        if worker is None or not _is_of_a_former_process(state, worker):
+            return False
+        since = max(since, worker.launched_at)
     excused_s = 0.0 if worker is None else pulling_s(worker, now)
-    return now - record.placed_at - excused_s >= grace_s
+    return now - since - excused_s >= grace_s
+
+
+def _is_of_a_former_process(state: State, worker: WorkerRecord) -> bool:
+    """Was the ready record written before this process started?"""
+    return 0.0 < state.spoke.get(worker.assignment, 0.0) < worker.started_at - CLOCKS_APART_S
 
 
 def give_up(state: State, record: WorkloadRecord, now: float, fx: Effects) -> None:

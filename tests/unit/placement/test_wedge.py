@@ -6,7 +6,7 @@ import msgspec
 
 from openrl_common.events import SeatReleaseRequested, SeatRequested
 from openrl_common.queries import ExplainQuery
-from openrl_common.records import ClaimState, WorkerRecord, WorkerState, WorkloadPhase
+from openrl_common.records import ClaimState, ReadyRecord, WorkerRecord, WorkerState, WorkloadPhase
 from openrl_placement import core
 from openrl_placement.explain import explain
 from openrl_placement.state import Policy
@@ -78,6 +78,39 @@ def test_f2_pulling_the_image_does_not_count() -> None:
     assert desk.take(SeatReleaseRequested) == []
     desk.repair(2.0)
     assert len(desk.take(SeatReleaseRequested)) == 1
+
+
+def test_f2_what_a_former_process_said_is_no_word_of_the_one_that_was_started_again() -> None:
+    """F2, F4: the grace counts from its own launch; a word of its own ends it, also by a clock that is behind."""
+    desk = desk_with_a_placed_trainer()
+    record = desk.workload(TRAINER)
+
+    def said(process_started_at: float, *, ready: bool) -> None:
+        word = ReadyRecord(
+            assignment=record.assignment, workload=TRAINER, ready=ready, process_started_at=process_started_at
+        )
+        desk.apply(core.ready_changed(desk.state, record.assignment, word, desk.now))
+
+    first = desk.now
+    said(first, ready=True)
+    desk.repair(10 * GRACE_S)
+    said(first, ready=False)  # its launcher, once it has ended
+    worker = WorkerRecord(
+        assignment=record.assignment, workload=TRAINER, tenant="default", claim=record.claim, node="n1", restarts=1,
+        state=WorkerState.BACKING_OFF, launched_at=first, started_at=first,
+    )  # fmt: skip
+    desk.apply(core.worker_changed(desk.state, record.assignment, worker, desk.now))
+    desk.repair(10 * GRACE_S)
+    assert desk.take(SeatReleaseRequested) == []
+    again = msgspec.structs.replace(worker, state=WorkerState.RUNNING, launched_at=desk.now, started_at=desk.now)
+    desk.apply(core.worker_changed(desk.state, record.assignment, again, desk.now))
+    desk.repair(GRACE_S - 1.0)
+    assert desk.take(SeatReleaseRequested) == []
+    desk.repair(2.0)
+    assert len(desk.take(SeatReleaseRequested)) == 1
+    said(again.started_at - 5.0, ready=False)
+    desk.repair(10 * GRACE_S)
+    assert desk.take(SeatReleaseRequested) == []
 
 
 def test_f2_the_release_is_said_until_it_is_done_and_the_place_is_remembered_once() -> None:
