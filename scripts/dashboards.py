@@ -62,8 +62,8 @@ SEATS = (
         "Seats",
         "short",
         (
-            ("taken", "sum(openrl_turns_seats)"),
-            ("claims", "count(openrl_turns_seats)"),
+            ("taken", "sum(max by (claim) (openrl_turns_seats))"),
+            ("claims", "count(max by (claim) (openrl_turns_seats))"),
             ("limit of a claim", "max(openrl_turns_seat_limit)"),
         ),
         "Seats taken on all claims; the limit of one claim, 0 = none.",
@@ -74,7 +74,10 @@ SEATS = (
     Panel(
         "On the device, and waiting for it",
         "short",
-        (("resident, {{claim}}", "openrl_turns_residents"), ("waiting, {{claim}}", "openrl_turns_waiting")),
+        (
+            ("resident, {{claim}}", "max by (claim) (openrl_turns_residents)"),
+            ("waiting, {{claim}}", "max by (claim) (openrl_turns_waiting)"),
+        ),
     ),
     Panel("Nodes by standing", "short", (("{{standing}}", "sum by (standing) (openrl_ledger_nodes)"),)),
     Panel("Worker processes", "short", (("{{instance}}", "openrl_launcher_workers"),)),

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -76,9 +76,14 @@ TURN_SETTINGS = (CORESIDENCY, DEVICE_RESERVE_BYTES, MAX_TURN_S, TURN_GRACE_S, LO
 
 
 class Metrics:
-    """T7, per claim; a claim's series end with it. Its switches and hits come with TurnReleased."""
+    """T7, per claim; a claim's series end with it. Its switches and hits come with TurnReleased: who never leaves the
+    device, alone or co-resident, counts its hits in its own process only (``openrl_turn_hits``).
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._claims: set[str] = set()
+        """Those that have series."""
+
         def gauge(name: str, what: str) -> Gauge:
             return Gauge(f"openrl_turns_{name}", what, ["claim"], registry=registry)
 
@@ -89,32 +94,55 @@ class Metrics:
         self.granted = Counter("openrl_turns_granted", "Turns granted.", registry=registry)
         self.fenced = Counter("openrl_turns_fenced", "Holders fenced: hung or dead.", registry=registry)
         self.double_holds = Counter("openrl_turns_double_holds", "More resident than may be.", registry=registry)
-        self.hits = Counter("openrl_turns_hits", "Work that found its worker resident or parked.", ["found"],
-                            registry=registry)  # fmt: skip
+        self.hits = Counter("openrl_turns_hits", "Work that found its worker resident or parked.",
+                            ["claim", "found"], registry=registry)  # fmt: skip
         self.switch = Histogram(
             "openrl_turns_switch_seconds",
             "Leaving (park) and entering (resume) the device.",
-            ["part"],
+            ["claim", "part"],
             buckets=_SWITCH_S,
             registry=registry,
         )
 
     def claim(self, claim_id: str, record: TurnRecord, claim: ClaimRecord | None, limit: int) -> None:
         if claim is None or not claim.entries:
-            for gauge in (self.seats, self.limit, self.residents, self.waiting):
-                with contextlib.suppress(KeyError):
-                    gauge.remove(claim_id)
+            self._end(claim_id)
             return
+        self._claims.add(claim_id)
         self.seats.labels(claim_id).set(len(claim.entries))
         self.limit.labels(claim_id).set(limit)
         self.residents.labels(claim_id).set(len(record.residents))
         self.waiting.labels(claim_id).set(len(record.waiting))
 
+    def show(
+        self, claims: Mapping[str, Entry[ClaimRecord]], records: Mapping[str, Entry[TurnRecord]], limit: int
+    ) -> None:
+        """Every claim as it stands, also one that nobody has to look at; what another replica ended ends here too."""
+        for claim_id, claim in claims.items():
+            record = records.get(claim_id)
+            self.claim(claim_id, TurnRecord() if record is None else record.value, claim.value, limit)
+        for claim_id in self._claims - claims.keys():
+            self._end(claim_id)
+
     def released(self, event: TurnReleased) -> None:
-        self.switch.labels("park").observe(event.park_seconds)
-        self.switch.labels("resume").observe(event.resume_seconds)
-        self.hits.labels("hot").inc(event.hits_hot)
-        self.hits.labels("warm").inc(event.hits_warm)
+        self._claims.add(event.claim)
+        self.switch.labels(event.claim, "park").observe(event.park_seconds)
+        self.switch.labels(event.claim, "resume").observe(event.resume_seconds)
+        self.hits.labels(event.claim, "hot").inc(event.hits_hot)
+        self.hits.labels(event.claim, "warm").inc(event.hits_warm)
+
+    def _end(self, claim_id: str) -> None:
+        if claim_id not in self._claims:
+            return
+        self._claims.discard(claim_id)
+        series: list[tuple[Gauge | Counter | Histogram, tuple[str, ...]]] = [
+            *((gauge, (claim_id,)) for gauge in (self.seats, self.limit, self.residents, self.waiting)),
+            *((self.switch, (claim_id, part)) for part in ("park", "resume")),
+            *((self.hits, (claim_id, found)) for found in ("hot", "warm")),
+        ]
+        for metric, labels in series:
+            with contextlib.suppress(KeyError):
+                metric.remove(*labels)
 
 
 Drive = Callable[[Steps[TurnRecord]], Awaitable[TurnRecord]]
@@ -135,6 +163,7 @@ class Arbiter:
         self._claims: Mirror[ClaimRecord]
         self._pulses = Pulses()
         self._pulses_at = 0.0
+        self._shown_at = 0.0
         self._changed = asyncio.Event()
         self._dead: frozenset[str] = frozenset()
 
@@ -212,6 +241,9 @@ class Arbiter:
         if not self._bus.connected:
             raise Transient("not connected to NATS")
         now = time.monotonic()
+        if now - self._shown_at >= LOOK_IDLE_S:
+            self._shown_at = now
+            self.metrics.show(self._claims.entries, self._turns.entries, self._environment.limit)
         if now - self._pulses_at >= PULSE_S:
             self._pulses_at = now
             await self._judge({a for claim_id in contended for a in self._turns.entries[claim_id].value.residents})

@@ -197,7 +197,8 @@ async def test_t3_busy_workers_of_two_owners_take_equal_turns_and_idle_ones_give
     text = world.metrics()
     assert "openrl_turns_double_holds_total 0.0" in text
     assert f'openrl_turns_seats{{claim="{world.claim}"}} 3.0' in text
-    assert 'openrl_turns_switch_seconds_count{part="park"}' in text
+    assert f'openrl_turns_switch_seconds_count{{claim="{world.claim}",part="park"}}' in text
+    assert f'openrl_turns_hits_total{{claim="{world.claim}",found="warm"}}' in text
     assert "openrl_turns_fenced_total 0.0" in text
 
 
