@@ -628,6 +628,18 @@ def test_L5_an_allocation_that_meets_a_release_gives_the_hosts_memory_back(world
     assert world.tables[Table.BUDGETS]["n1"].value.entries == {}
 
 
+def test_L5_an_allocation_that_two_replicas_handle_keeps_the_founders_memory(world: World) -> None:
+    """The slower one's write is lost to the faster one's: what it reserved is the founder's, and stays."""
+    own = booked(world, request("w1"))
+    replicas = [world.deliver(allocated(own.claim)) for _ in range(2)]
+    for replica in replicas:
+        world.run_until_write(replica, Table.CLAIMS)
+    for replica in replicas:
+        world.finish(replica)
+    assert world.claims()[own.claim].state is ClaimState.ALLOCATED
+    assert list(world.tables[Table.BUDGETS]["n1"].value.entries) == [own.assignment]
+
+
 def test_L5_B7_a_founder_over_the_host_budget_is_fenced(world: World) -> None:
     """Its launcher may be about to start it: the tombstone is what stops that."""
     founded(world, "w1", host_gib=95)
