@@ -14,9 +14,19 @@ from itertools import islice, takewhile
 
 import msgspec
 
+from openrl_common.events import SeatReleaseRequested
 from openrl_common.names import short_workload
 from openrl_common.quantities import format_seconds
-from openrl_common.records import ClaimState, JobPhase, Reason, SeatState, WorkloadPhase, WorkloadRecord
+from openrl_common.records import (
+    ClaimEntry,
+    ClaimState,
+    JobPhase,
+    Reason,
+    SeatRecord,
+    SeatState,
+    WorkloadPhase,
+    WorkloadRecord,
+)
 from openrl_placement.core import (
     booked,
     claim_changed,
@@ -34,6 +44,8 @@ from openrl_placement.wedge import give_up, is_wedged
 
 UNANSWERED_S = 10.0
 """A request, or a pending claim, that nobody has answered for this long is looked at again."""
+STRAY_S = 600.0
+"""Time in which whoever lost placement's buckets may put them back, before workers of which they knew are ended."""
 _REASONS_MAX = 256
 _NOT_YET = (WorkloadPhase.PENDING, WorkloadPhase.PLACED, WorkloadPhase.STARTING)
 _REASONS_SLICE = 16
@@ -159,6 +171,49 @@ class Pass:
                 return
             seen[workload] = mismatch
         _look_again(state, record, now, fx)
+
+
+class Strays:
+    """Seats of incarnations that do not exist (L6): with placement's records lost, they and their workers are for ever.
+
+    A record is written before its seat is asked for: what has a seat and no record is not about to get one, unless the
+    submissions are read from the stream again. ``look`` is told when that is over.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+
+    def look(self, state: State, monotonic_s: float, *, caught_up: bool) -> list[SeatReleaseRequested]:
+        """What to ask the ledger for, of seats that have been seen so for ``STRAY_S``."""
+        served = {
+            workload for job in state.jobs.values() if not job.phase.ended for workload in (job.trainer, job.sampler)
+        }
+        found: dict[str, tuple[str, SeatRecord, ClaimEntry]] = {}
+        for workload, seat in state.seats.items() if caught_up else ():
+            record = state.workloads.get(workload)
+            if seat.state is not SeatState.HELD or (record is not None and record.incarnation >= seat.incarnation):
+                continue
+            claim = state.fleet.claims.get(seat.claim)
+            entry = None if claim is None else claim.entries.get(seat.assignment)
+            if entry is not None and workload not in served:  # one that its claim does not list is the janitor's
+                found[seat.assignment] = workload, seat, entry
+        self._since = {assignment: self._since.get(assignment, monotonic_s) for assignment in found}
+        return [
+            _request_back(*found[assignment])
+            for assignment, since in self._since.items()
+            if monotonic_s - since >= STRAY_S
+        ]
+
+
+def _request_back(workload: str, seat: SeatRecord, entry: ClaimEntry) -> SeatReleaseRequested:
+    return SeatReleaseRequested(
+        tenant=entry.tenant,
+        workload=workload,
+        incarnation=seat.incarnation,
+        assignment=seat.assignment,
+        attempt=seat.attempt,
+        why="placement has no record of it",
+    )
 
 
 def _mismatch(state: State, record: WorkloadRecord) -> object | None:

@@ -28,9 +28,18 @@ from prometheus_client import Counter, Gauge, Histogram
 from openrl_common.bus import Bus, Delivery
 from openrl_common.duty import Duty
 from openrl_common.errors import OpenRLError, Poison, Rejected, Transient
-from openrl_common.events import AnyEvent, JobCancelled, JobFailed, JobFinished, JobSubmitted, WorkerExited
+from openrl_common.events import (
+    AnyEvent,
+    JobCancelled,
+    JobFailed,
+    JobFinished,
+    JobSubmitted,
+    SeatReleaseRequested,
+    WorkerExited,
+)
 from openrl_common.health import check
 from openrl_common.identity import LedgerIdentity
+from openrl_common.names import short_workload
 from openrl_common.pause import pause
 from openrl_common.process_name import process_is_gone, this_process
 from openrl_common.queries import (
@@ -56,7 +65,7 @@ from openrl_placement.fleet import Fleet, Kind
 from openrl_placement.look_ahead import LookAhead
 from openrl_placement.models import Models
 from openrl_placement.outbox import Outbox
-from openrl_placement.passes import Pass, overdue, tick
+from openrl_placement.passes import Pass, Strays, overdue, tick
 from openrl_placement.state import Effects, Policy, State
 
 log = logging.getLogger(__name__)
@@ -136,6 +145,9 @@ class Placement:
         self.look_ahead = LookAhead(bus, self.state, self._models, self._constants, self._handle_submitted)
         self._names: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._pass = Pass()
+        self._strays = Strays()
+        self._num_behind = 0
+        """Messages behind the one that was delivered last."""
         self._mirrors: list[Mirror[Any]] = []
         self._seats: Mirror[SeatRecord] | None = None
         self._claims: Mirror[ClaimRecord] | None = None
@@ -186,6 +198,7 @@ class Placement:
 
     async def handle(self, delivery: Delivery) -> None:
         """Handle one event to the end; raising leaves it to redelivery, which re-derives and re-publishes (E6)."""
+        self._num_behind = delivery.pending
         event = _refused_spec(delivery) or delivery.event()
         if isinstance(event, JobFailed):
             await self._bus.publish(event)
@@ -295,6 +308,7 @@ class Placement:
             await pause(self._bus.stopping, self._config.pass_every_s)
             if self._bus.connected:
                 await self._repair_once()
+                await self._release_strays()
 
     async def _repair_once(self) -> None:
         """One pass, which leaves most of the core to events: a wake-up comes through the loop many times."""
@@ -306,6 +320,26 @@ class Placement:
             await self._try(part)
             await pause(self._bus.stopping, _REST * took)
             began = time.monotonic()
+
+    async def _release_strays(self) -> None:
+        for request in self._strays.look(self.state, time.monotonic(), caught_up=self._num_behind == 0):
+            if not self._bus.connected or self._bus.stopping.is_set():
+                return
+            if await self._has_no_record(request):
+                log.warning("seat of %s is released: placement has no record of it", request.workload)
+                await self._try(Effects(events=[request]))
+
+    async def _has_no_record(self, request: SeatReleaseRequested) -> bool:
+        """A record that this version cannot read is one: it is missing in the state all the same."""
+        try:
+            async with asyncio.timeout(_READ_S):
+                job, _, _ = short_workload(request.workload).partition("/")
+                await self._bus.store.jobs.get(f"{request.tenant}.{job}")
+                workload = await self._bus.store.workloads.get(request.workload)
+        except (Transient, Poison, TimeoutError) as error:
+            log.warning("seat of %s stays: its record cannot be read (%r)", request.workload, error)
+            return False
+        return workload is None or workload.value.incarnation < request.incarnation
 
     async def _try(self, effects: Effects) -> None:
         try:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
 import pytest
 
-from openrl_common.events import JobFailed, SeatReleaseRequested, SeatRequested, WorkerExited
+from openrl_common.errors import Poison
+from openrl_common.events import Event, JobFailed, SeatReleaseRequested, SeatRequested, WorkerExited
 from openrl_common.memory import MemoryBus
 from openrl_common.memory_server import MemoryServer, Network
 from openrl_common.records import JobPhase, SeatRecord, SeatState, WorkerRecord, WorkerState, WorkloadPhase
-from openrl_placement import core
+from openrl_placement import core, passes
+from openrl_placement.passes import STRAY_S, Strays
 from unit.placement.desk import Desk, allocated, entry, node
 from unit.placement.test_outbox import Slow, a_few_turns, placement_on
 
@@ -108,3 +111,78 @@ async def test_W3_E13_nothing_fails_whose_seat_cannot_be_read() -> None:
     assert network.kept
     assert it.state.jobs["default.a"].phase is JobPhase.ADMITTED
     ticking.cancel()
+
+
+def a_seat_without_a_record(it: Desk) -> None:
+    it.claim("c", allocated({"a-lost": entry("default--lost--trainer")}))
+    it.held("default--lost--trainer", 7, "a-lost", "c")
+
+
+def test_L6_the_seat_of_an_incarnation_that_does_not_exist_is_asked_back_after_ten_minutes() -> None:
+    """Placement's bucket was lost: nobody else would ever end its worker."""
+    it = running()
+    a_seat_without_a_record(it)
+    strays = Strays()
+    assert strays.look(it.state, 0.0, caught_up=True) == []
+    assert strays.look(it.state, STRAY_S - 1.0, caught_up=True) == []
+    (asked,) = strays.look(it.state, STRAY_S, caught_up=True)
+    assert (asked.tenant, asked.workload, asked.incarnation) == ("default", "default--lost--trainer", 7)
+    assert (asked.assignment, asked.close) == ("a-lost", True)
+    assert strays.look(it.state, STRAY_S + 10.0, caught_up=True) == [asked], "said until it is done"
+
+
+def test_L6_no_seat_is_asked_back_while_submissions_are_read_again_or_one_that_a_living_job_names() -> None:
+    it = running()
+    a_seat_without_a_record(it)
+    it.state.forget_workload(TRAINER)  # its job is still there
+    strays = Strays()
+    strays.look(it.state, 0.0, caught_up=True)
+    assert strays.look(it.state, STRAY_S, caught_up=False) == []
+    assert strays.look(it.state, STRAY_S + 1.0, caught_up=True) == [], "seen for the first time again"
+    it.submit("lost", sequence=7)
+    assert strays.look(it.state, 3 * STRAY_S, caught_up=True) == []
+
+
+async def test_L6_a_seat_whose_record_stands_in_the_bucket_or_cannot_be_read_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bus = MemoryBus(MemoryServer(Network()))
+    placement, it = placement_on(bus)
+    it.node(node())
+    a_seat_without_a_record(it)
+    monkeypatch.setattr(passes, "STRAY_S", 0.0)
+    said: list[Event] = []
+
+    async def publish(event: Event) -> None:
+        said.append(event)
+
+    monkeypatch.setattr(bus, "publish", publish)
+    it.submit("other")
+    record = msgspec.structs.replace(it.workload("default--other--trainer"), workload="default--lost--trainer")
+    await bus.store.workloads.put("default--lost--trainer", msgspec.structs.replace(record, incarnation=7))
+    await placement._release_strays()
+    assert said == []
+
+    async def unreadable(_: str) -> None:
+        raise Poison("written by a newer version")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bus.store.jobs, "get", unreadable)
+        await bus.store.workloads.delete("default--lost--trainer")
+        await placement._release_strays()
+    assert said == []
+    await placement._release_strays()
+    assert [type(event) for event in said] == [SeatReleaseRequested]
+
+
+def test_L6_P12_the_seats_of_a_runtime_that_is_kept_for_nobody_stay() -> None:
+    it = Desk()
+    it.node(node())
+    it.submit("l", "lora")
+    it.book_all()
+    it.ready_all()
+    it.finish("l")
+    assert it.state.jobs["default.l"].phase is JobPhase.FINISHED
+    strays = Strays()
+    strays.look(it.state, 0.0, caught_up=True)
+    assert strays.look(it.state, STRAY_S, caught_up=True) == []
