@@ -1,4 +1,4 @@
-"""What clients ask: a job submitted, finished, cancelled (01, P12, W4).
+"""What clients ask: a job submitted, finished, cancelled (P12, W4).
 
 A submission is answered once and for all: admitted (its workloads exist and have asked for seats) or failed with a
 code. The same submission again is answered with the same events; one that the job of that name has replaced changes
