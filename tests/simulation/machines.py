@@ -470,7 +470,7 @@ class Machine:
         return 0
 
     async def _main(self, this: Worker, context: worker.WorkerContext) -> None:
-        """Load, be ready, then work now and then, always within a turn and with boundaries (T1-T6)."""
+        """Load within a turn that cannot be yielded yet, then work now and then, with boundaries (T1-T6)."""
         draw, plan = self._random.random, self._world.plan
 
         async def park() -> Moved:
@@ -483,10 +483,10 @@ class Machine:
             await asyncio.sleep(0.2 * draw())
             return Moved(this.launch.device_bytes, 0.1)
 
-        context.movers(park, resume)
         async with context.turn(), this.at_work():
             self._world.invariants.worker_enters(this)
             await asyncio.sleep(BOUNDARY_S * draw())
+        context.movers(park, resume)
         await context.ready()
         while plan.works and not context.stopping.is_set():
             await asyncio.wait({asyncio.ensure_future(context.stopping.wait())}, timeout=self._world.idle_s())
