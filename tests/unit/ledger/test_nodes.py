@@ -144,13 +144,13 @@ def seated(world: World) -> SeatBooked:
 
 def declare(world: World, standing: Standing) -> list[Any]:
     before = len(world.published)
-    world.finish(Handler(None, nodes.declare("n1", standing, "it missed heartbeats", world.environment)))  # type: ignore[arg-type]
+    world.finish(Handler(None, nodes.declare("n1", standing, "it missed heartbeats", world.environment)))
     return world.published[before:]
 
 
 def release_lost(world: World, **revisions: int) -> list[Any]:
     before = len(world.published)
-    world.finish(Handler(None, nodes.release_lost("n1", revisions)))  # type: ignore[arg-type]
+    world.finish(Handler(None, nodes.release_lost("n1", revisions)))
     return world.published[before:]
 
 
@@ -215,7 +215,7 @@ def stopped_before_the_seat_is_emptied() -> tuple[World, SeatBooked]:
     booked = seated(world)
     declare(world, Standing.LOST)
     revision = world.tables[Table.LEASES][booked.assignment].revision
-    dying = Handler(None, nodes.release_lost("n1", {booked.assignment: revision}))  # type: ignore[arg-type]
+    dying = Handler(None, nodes.release_lost("n1", {booked.assignment: revision}))
     while not (isinstance(dying.pending, Write) and getattr(dying.pending.value, "state", "") is SeatState.EMPTY):
         world.step(dying)
     assert world.seats()["w"].state is SeatState.RELEASING

@@ -8,14 +8,16 @@ the rule allows one.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
-from openrl_common.events import Event, SeatReleasing
+from openrl_common.events import Event, SeatReleasing, WorkerGone
 from openrl_common.records import (
     ClaimEntry,
     ClaimRecord,
     ClaimState,
     Device,
+    LeaseState,
     NodeBudget,
     NodeRecord,
     SeatRecord,
@@ -32,7 +34,7 @@ GIB = 1 << 30
 class Handler:
     """One event being handled; ``pending`` is the step that waits for its answer."""
 
-    def __init__(self, event: Event | None, steps: Steps[None]) -> None:
+    def __init__(self, event: Event | None, steps: Steps[Any]) -> None:
         self.event = event
         self.steps = steps
         self.pending: Any = next(steps, None)
@@ -47,6 +49,8 @@ class World:
         self.limit = limit
         self.tables: dict[Table, dict[str, Entry[Any]]] = {table: {} for table in Table}
         self.history: dict[tuple[Table, str], list[Entry[Any]]] = {}
+        self.workload_of: dict[str, str] = {}
+        self.running: set[str] = set()
         self.revision = 0
         self.published: list[Event] = []
         self.handlers: list[Handler] = []
@@ -69,6 +73,12 @@ class World:
         self.revision += 1
         self.tables[table][key] = Entry(key, value, self.revision)
         self.history.setdefault((table, key), []).append(self.tables[table][key])
+        if table is Table.LEASES and value.state is not LeaseState.TOMBSTONE:
+            self.running.add(key)
+        elif table is Table.LEASES and value.found != "live":
+            self.running.discard(key)
+        if table is Table.CLAIMS:
+            self.workload_of |= {assignment: entry.workload for assignment, entry in value.entries.items()}
         return self.revision
 
     def write(self, step: Write) -> int | Lost:
@@ -77,6 +87,7 @@ class World:
             return Lost.DEFINITE
         before = standing.value if standing else None
         self.check_write(step, before)
+        self.check_standing(step, before)
         return self.put(step.table, step.key, step.value)
 
     def check_write(self, step: Write, before: Any) -> None:
@@ -105,26 +116,98 @@ class World:
             by_workload.setdefault(entry.workload, []).append(entry.host_bytes)
         return sum(sum(sizes) - max(sizes) for sizes in by_workload.values() if len(sizes) > 1)
 
+    def check_standing(self, step: Write, before: Any) -> None:
+        """L1, L3, on the write itself: what a held seat has is not taken from it, and a seat names what is listed."""
+        if step.table is Table.CLAIMS and before is not None:
+            # A founder over the host budget and a claim that its launcher gave up: their seats are finished next (L5).
+            over_budget = before.state is ClaimState.PENDING and step.value.node != ""
+            if step.value.state is not ClaimState.GONE and not over_budget:
+                for assignment in before.entries.keys() - step.value.entries.keys():
+                    held = self.holds(before.entries[assignment].workload, assignment, step.key)
+                    assert not held, "a claim let a held seat go"
+        if step.table is Table.BUDGETS and before is not None:
+            for assignment in before.entries.keys() - step.value.entries.keys():
+                entry = before.entries[assignment]
+                claim = self.claims().get(entry.claim)
+                listed = claim is not None and assignment in claim.entries
+                held = listed and self.holds(entry.workload, assignment, entry.claim)
+                assert not held, "a held seat lost its host memory"
+        if step.table is Table.SEATS and step.value.state is SeatState.EMPTY and before is not None:
+            claim = self.claims().get(before.claim)
+            listed = claim is not None and before.assignment in claim.entries
+            assert not listed or before.state is SeatState.EMPTY, "a seat was emptied although its claim still lists it"
+        if step.table is Table.SEATS and step.value.state is SeatState.HELD:
+            claim = self.claims().get(step.value.claim)
+            assert claim is not None, "a seat names no claim"
+            over = claim.state in (ClaimState.RETIRING, ClaimState.GONE)
+            assert over or step.value.assignment in claim.entries, "a seat names what its claim does not list"
+
+    def holds(self, workload: str, assignment: str, claim: str) -> bool:
+        seat = self.seats().get(workload, SeatRecord())
+        return seat.state is SeatState.HELD and (seat.assignment, seat.claim) == (assignment, claim)
+
     def check_seats(self) -> None:
-        """Invariant 1: at most one seat a workload, at this very revision."""
-        for workload, entry in self.tables[Table.SEATS].items():
-            seat: SeatRecord = entry.value
-            named = [
-                (claim_id, assignment)
-                for claim_id, claim in self.tables[Table.CLAIMS].items()
-                for assignment, listed in claim.value.entries.items()
-                if listed.workload == workload
-                and seat.state is not SeatState.EMPTY
-                and (seat.assignment, seat.claim) == (assignment, claim_id)
-            ]
-            assert len(named) <= 1
+        """Invariants 1 and 6, at this very revision, by whose process runs: one a workload, on a true seat (L1).
+
+        A tombstone ends no process; WorkerGone does, and a lease that lapsed has (F3).
+        """
+        running = [(self.workload_of[each], each) for each in self.running if each in self.workload_of]
+        twice = [workload for workload, num in Counter(workload for workload, _ in running).items() if num > 1]
+        assert not twice, f"{twice} runs twice: {running}"
+        for workload, assignment in running:
+            seat = self.seats().get(workload, SeatRecord())
+            named = seat.state is not SeatState.EMPTY and seat.assignment == assignment
+            assert named, f"the seat of {assignment} was given up while it runs"
+            claim = self.claims().get(seat.claim)
+            assert claim is None or assignment in claim.entries, f"its claim let {assignment} go while it runs"
+
+    def left_over(self) -> list[str]:
+        """What a world at rest must not show, told from the tables alone: the janitor is not asked (L1, L6).
+
+        A claim that retires is its launcher's to free.
+        """
+        found = []
+        claims, seats = self.claims(), self.seats()
+        budgets = {key: entry.value for key, entry in self.tables[Table.BUDGETS].items()}
+        listed: dict[str, list[str]] = {}
+        for key, claim in claims.items():
+            if claim.entries and claim.state in (ClaimState.RETIRING, ClaimState.GONE):
+                found.append(f"claim {key} is {claim.state} and lists {sorted(claim.entries)}")
+            if not claim.entries and claim.state in (ClaimState.PENDING, ClaimState.ALLOCATED):
+                found.append(f"claim {key} is {claim.state} for nobody")
+            for assignment, entry in claim.entries.items():
+                listed.setdefault(entry.workload, []).append(assignment)
+                if not self.holds(entry.workload, assignment, key):
+                    found.append(f"claim {key} lists {assignment}, which no held seat names")
+                budget = budgets.get(claim.node, NodeBudget())
+                if claim.state is ClaimState.ALLOCATED and assignment not in budget.entries:
+                    found.append(f"{assignment} holds no memory of node {claim.node}")
+        found += [f"{workload} is listed as {several}" for workload, several in listed.items() if len(several) > 1]
+        for workload, seat in seats.items():
+            if seat.state is SeatState.RELEASING:
+                found.append(f"the seat of {workload} is releasing")
+            if seat.state is not SeatState.EMPTY and seat.assignment not in listed.get(workload, []):
+                found.append(f"the seat of {workload} names {seat.assignment}, which nobody lists")
+        for node, budget in budgets.items():
+            for assignment, reserved in budget.entries.items():
+                if reserved.claim not in claims or assignment not in claims[reserved.claim].entries:
+                    found.append(f"node {node} keeps memory for {assignment}, which nobody lists")
+        return found
 
     # --- handlers ----------------------------------------------------------------------------------------------
 
     def deliver(self, event: Event) -> Handler:
+        if isinstance(event, WorkerGone):
+            self.running.discard(event.assignment)
         handler = Handler(event, decide(event, self.environment))
         if not handler.done:
             self.handlers.append(handler)
+        return handler
+
+    def begin(self, steps: Steps[Any]) -> Handler:
+        """Steps that no message asked for: who dies in the middle is not made to start over."""
+        handler = Handler(None, steps)
+        self.handlers.append(handler)
         return handler
 
     def step(self, handler: Handler, *, lose_answer: bool = False, lag: int = 0) -> None:
@@ -156,6 +239,13 @@ class World:
         while not handler.done:
             self.step(handler, lag=lag)
 
+    def finish_all(self) -> None:
+        for _ in range(10_000):
+            if not self.handlers:
+                return
+            self.finish(self.handlers[0])
+        raise AssertionError("handlers begin without end")
+
     def run_until_write(self, handler: Handler, table: Table) -> None:
         """Advance until the next step is a write to ``table``; that step is not taken."""
         while not (isinstance(handler.pending, Write) and handler.pending.table is table):
@@ -186,11 +276,7 @@ class World:
 
     def settle(self) -> None:
         """Let everything run, then the janitor twice."""
-        for _ in range(10_000):
-            if not self.handlers:
-                break
-            self.finish(self.handlers[0])
-        assert not self.handlers
+        self.finish_all()
         for _ in range(3):
             for leftover in self.sightings():
                 seat = self.seats().get(leftover.workload, SeatRecord())
