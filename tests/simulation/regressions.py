@@ -61,4 +61,5 @@ REGRESSIONS: dict[int, str] = {
     5004667: "a seat was named on a claim that was quarantined in that moment: no worker, and no move allowed (L3)",
     8003166: "a worker's end that overtook its booking was kept in memory only, and lost with a crash (E6)",
     20006049: "the simulator counted memory that came free after a later waiter had asked as what an earlier could use",
+    23004777: "claims showed a limit that was lowered since: memory was kept for one whom no claim had a seat for (W1)",
 }

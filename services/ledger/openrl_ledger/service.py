@@ -54,6 +54,7 @@ SUBJECTS = [
 ]
 _MIRRORED = (Table.CLAIMS, Table.BUDGETS, Table.NODES)
 _CONCURRENCY = 128
+_OPEN = (ClaimState.PENDING, ClaimState.ALLOCATED)
 _ASK_AGAIN_S = 60.0
 _PAUSE_S = 0.002
 _PAUSE_MAX_S = 0.25
@@ -206,6 +207,9 @@ class Ledger:
                     assignment=leftover.assignment, claim=leftover.claim, node=leftover.node,
                 )
             )  # fmt: skip
+        limit = self.environment.limit
+        for key in [key for key, claim in claims.items() if claim.state in _OPEN and claim.limit != limit]:
+            await self.drive(janitor.restate_limit(key, limit))
         await self._ask_again(janitor.retiring(claims))
         return seen
 

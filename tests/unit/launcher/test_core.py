@@ -276,6 +276,14 @@ def test_what_the_earlier_one_cannot_use_is_not_kept_from_a_later_one_W1() -> No
         assert isinstance(cut_or_not(other)["later"], Cut)
 
 
+def test_the_limit_in_force_is_that_of_claims_that_stand_S7_W1() -> None:
+    state = waits_for_memory()
+    full = msgspec.structs.replace(state.claims["first"], limit=1, founded_at=9.0, entries={})
+    for ended in (ClaimState.GONE, ClaimState.RETIRING, ClaimState.QUARANTINED):
+        claims = {**state.claims, "ended": msgspec.structs.replace(full, state=ended)}
+        assert isinstance(cut_or_not(replace(state, claims=claims))["later"], Unschedulable)
+
+
 def test_a_claim_cut_but_not_yet_counted_by_the_ledger_counts_on_the_host_P6() -> None:
     state = view(
         claims={

@@ -198,3 +198,19 @@ async def test_L6_a_launcher_is_asked_again_each_minute_until_it_has_freed_a_ret
     world.handle(ClaimFreed(claim=first.claim, node="n1"))
     await tidying.after(at(600.0))
     assert len(tidying.said(ClaimRetired)) == 2
+
+
+async def test_S7_W1_what_is_open_says_the_limit_in_force(tidying: Tidying) -> None:
+    """A launcher knows from there whom a claim has a seat for; what it keeps for nobody a later waiter goes without."""
+    world = tidying.world
+    standing, ended = founded(world, "w1"), founded(world, "w2")
+    world.handle(release("w2", ended.assignment))
+    world.handle(gone(ended))
+    world.handle(ClaimFreed(claim=ended.claim, node="n1"))
+    before = world.claims()[ended.claim]
+    entries = world.claims()[standing.claim].entries
+    tidying.ledger.environment = dataclasses.replace(tidying.ledger.environment, limit=1)
+    await tidying.after()
+    assert (world.claims()[standing.claim].limit, world.claims()[standing.claim].entries) == (1, entries)
+    assert world.claims()[ended.claim] == before
+    assert tidying.published == []

@@ -121,6 +121,19 @@ def repair(leftover: Leftover, tenant: str, incarnation: int) -> Steps[None]:
         yield from _retire_empty(leftover.claim)
 
 
+def restate_limit(claim_id: str, limit: int) -> Steps[None]:
+    """Write the limit in force on a claim (S7): local launchers know from there whom a claim has a seat for (W1)."""
+    for tries in range(TRIES_MAX):
+        claim, revision = yield from read_claim(claim_id)
+        if claim is None or claim.limit == limit or claim.state not in (ClaimState.PENDING, ClaimState.ALLOCATED):
+            return
+        landed = yield Write(Table.CLAIMS, claim_id, msgspec.structs.replace(claim, limit=limit), revision)
+        if isinstance(landed, int):
+            return
+        yield Pause(tries)
+    raise Contended(f"claim {claim_id}")
+
+
 def _retire_empty(claim_id: str) -> Steps[None]:
     for tries in range(TRIES_MAX):
         claim, revision = yield from read_claim(claim_id)
