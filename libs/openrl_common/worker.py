@@ -202,6 +202,9 @@ async def _record(store: Store, workload: str, assignment: str) -> WorkloadRecor
         seat = await store.ledger_seats.get(workload)
         entry = await store.workloads.get(workload)
         seated = seat.value.incarnation if seat is not None and seat.value.assignment == assignment else 0
+        if seat is None:  # the ledger's bucket is lost (L7): its launcher has the seat's entry
+            launched = await store.workers.get(assignment)
+            seated = launched.value.entry.incarnation if launched is not None and launched.value.entry else 0
         if entry is not None and entry.value.incarnation >= seated:
             return entry.value
         if time.monotonic() >= deadline:

@@ -62,4 +62,6 @@ REGRESSIONS: dict[int, str] = {
     8003166: "a worker's end that overtook its booking was kept in memory only, and lost with a crash (E6)",
     20006049: "the simulator counted memory that came free after a later waiter had asked as what an earlier could use",
     23004777: "claims showed a limit that was lowered since: memory was kept for one whom no claim had a seat for (W1)",
+    24028662: "an allocation that lost to another write of its claim gave back the memory of the one that won (L5)",
+    25019883: "a worker started as its ledger was lost took an earlier incarnation's record for its own (L7, T2)",
 }

@@ -21,16 +21,19 @@ from openrl_common.memory import MemoryBus
 from openrl_common.memory_server import MemoryServer, Network, outcome, settle
 from openrl_common.quantities import GIB
 from openrl_common.records import (
+    ClaimEntry,
     DutyRecord,
     JobKind,
     LeaseRecord,
     LeaseState,
     Role,
     Shape,
+    WorkerRecord,
+    WorkerState,
     WorkloadPhase,
     WorkloadRecord,
 )
-from openrl_common.worker import WorkerContext, _go_live, _renew
+from openrl_common.worker import WorkerContext, _go_live, _record, _renew
 from openrl_launcher import leases
 from simulation.virtual_time import VirtualLoop, deterministic
 
@@ -285,3 +288,32 @@ def test_B5_a_worker_that_has_loaded_waits_to_say_so_and_does_not_end_in_an_outa
 
     play(story)
     play(told_to_stop)
+
+
+# --- a ledger whose bucket is lost ------------------------------------------------------------------------------------
+
+
+def test_L7_a_worker_without_a_ledger_is_not_what_an_earlier_incarnation_of_its_name_was() -> None:
+    """It was of another model, or had the device for itself; its launcher knows for whom it was started."""
+
+    async def story(scene: Scene) -> None:
+        store = scene.bus.store
+        entry = ClaimEntry(
+            workload=WORKLOAD.workload, tenant="t", owner="t/j", role=Role.TRAINER, device_bytes=GIB, host_bytes=GIB,
+            exclusive=False, incarnation=2, reserved_at=0.0,
+        )  # fmt: skip
+        launched = WorkerRecord(
+            assignment="a-1", workload=WORKLOAD.workload, tenant="t", claim="c-1", node="n1", entry=entry,
+            state=WorkerState.STARTING, launched_at=0.0, log_path="log",
+        )  # fmt: skip
+        await store.workers.put("a-1", launched)
+        await store.workloads.put(WORKLOAD.workload, WORKLOAD)
+        told = asyncio.create_task(_record(store, WORKLOAD.workload, "a-1"))
+        await asyncio.sleep(1.0)
+        assert not told.done()
+        await store.workloads.put(WORKLOAD.workload, msgspec.structs.replace(WORKLOAD, incarnation=2, base_model="n"))
+        found = await told
+        assert found is not None
+        assert (found.incarnation, found.base_model) == (2, "n")
+
+    play(story)

@@ -640,6 +640,23 @@ def test_L5_an_allocation_that_two_replicas_handle_keeps_the_founders_memory(wor
     assert list(world.tables[Table.BUDGETS]["n1"].value.entries) == [own.assignment]
 
 
+@pytest.mark.parametrize("num_steps", range(12))
+def test_L5_S7_an_allocation_that_meets_another_write_of_its_claim_takes_no_memory_back(num_steps: int) -> None:
+    """The slower one loses to a limit that is stated anew; the faster one allocates at any moment after that."""
+    world = World(limit=3, devices=4, host_gib=100)
+    own = booked(world, request("w1"))
+    slower = world.deliver(allocated(own.claim))
+    world.run_until_write(slower, Table.CLAIMS)
+    world.finish(world.begin(janitor.restate_limit(own.claim, 2)))
+    for _ in range(num_steps):
+        if not slower.done:
+            world.step(slower)
+    world.handle(allocated(own.claim))
+    world.finish(slower)
+    assert world.claims()[own.claim].state is ClaimState.ALLOCATED
+    assert list(world.tables[Table.BUDGETS]["n1"].value.entries) == [own.assignment]
+
+
 def test_L5_B7_a_founder_over_the_host_budget_is_fenced(world: World) -> None:
     """Its launcher may be about to start it: the tombstone is what stops that."""
     founded(world, "w1", host_gib=95)

@@ -338,11 +338,14 @@ def _swap(
 
 def allocate(claim_id: str, node: str, devices: tuple[str, ...], device_bytes: int) -> Steps[None]:
     """ClaimAllocated (L5): reserve the founder's host memory, then pending → allocated. Over budget: retire it."""
+    reserved = ""
     for tries in range(TRIES_MAX):
         claim, revision = yield from read_claim(claim_id, old_copy=tries == 0)
         if claim is None or claim.state is not ClaimState.PENDING or not claim.entries:
             if tries == 0:
                 continue
+            if reserved and (claim is None or claim.state is not ClaimState.ALLOCATED or reserved not in claim.entries):
+                yield from drop_node_entry(node, reserved)
             return
         ((assignment, entry),) = claim.entries.items()
         node_entry = NodeEntry(workload=entry.workload, claim=claim_id, host_bytes=entry.host_bytes)
@@ -359,9 +362,7 @@ def allocate(claim_id: str, node: str, devices: tuple[str, ...], device_bytes: i
                 yield from releasing.fence(assignment, why)
                 yield from releasing.finish(entry.workload, entry.tenant, assignment, claim_id)
             return
-        after, _ = yield from read_claim(claim_id)
-        if after is None or after.state is not ClaimState.ALLOCATED or assignment not in after.entries:
-            yield from drop_node_entry(node, assignment)
+        reserved = assignment  # given back only once the claim can no longer be allocated with it, by whomever
         yield Pause(tries)
     raise Contended(f"claim {claim_id}")
 
