@@ -64,4 +64,6 @@ REGRESSIONS: dict[int, str] = {
     23004777: "claims showed a limit that was lowered since: memory was kept for one whom no claim had a seat for (W1)",
     24028662: "an allocation that lost to another write of its claim gave back the memory of the one that won (L5)",
     25019883: "a worker started as its ledger was lost took an earlier incarnation's record for its own (L7, T2)",
+    26003666: "a claim let its founder go before that was fenced, and its seat was named in between (L3)",
+    26002801: "host memory of a seat that was heard of before its node looked free, and a later waiter took it (W1)",
 }

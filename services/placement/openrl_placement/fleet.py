@@ -127,6 +127,8 @@ class Fleet:
             self.claims.pop(claim, None)
             self._leaving.pop(claim, None)
             self._unindex(claim)
+            if before is not None:
+                self._count_host(before.node)
             return False
         if before is not None and record.node in self._budgets:
             left = before.entries.keys() - record.entries.keys()
@@ -134,6 +136,7 @@ class Fleet:
                 self._leaving.setdefault(claim, set()).update(leaving)
         self.claims[claim] = record
         self._count(claim, record, +1)
+        self._count_host(record.node)
         self._index(claim)
         has_more_room = record.state is ClaimState.ALLOCATED and (
             before is None
@@ -163,11 +166,11 @@ class Fleet:
     def set_budget(self, node: str, budget: NodeBudget | None) -> bool:
         """Take in a node's host reservations; True when memory was freed, or what had left a claim is off the node."""
         budget = budget or NodeBudget()
-        used = sum(entry.host_bytes for entry in budget.entries.values())
         before = self._host_used.get(node, 0)
-        self._host_used[node] = used
-        self._node_changes[node] += used < before
         self._budgets[node] = budget
+        self._count_host(node)
+        used = self._host_used[node]
+        self._node_changes[node] += used < before
         over = [
             claim
             for claim, assignments in self._leaving.items()
@@ -176,6 +179,21 @@ class Fleet:
         for claim in over:
             del self._leaving[claim]
         return used < before or bool(over)
+
+    def _count_host(self, node: str) -> None:
+        """Host memory in use: what the node lists, and what its claims list that was reserved there before (L1).
+
+        Claims and nodes are followed apart, so a claim may be heard of first: what is reserved for it is not free (W1).
+        """
+        listed = self._budgets[node].entries if node in self._budgets else {}
+        ahead = (
+            entry.host_bytes
+            for claim in self._on_node.get(node, ())
+            if self.claims[claim].state is ClaimState.ALLOCATED
+            for assignment, entry in self.claims[claim].entries.items()
+            if assignment not in listed
+        )
+        self._host_used[node] = sum(entry.host_bytes for entry in listed.values()) + sum(ahead)
 
     def is_leaving(self, claim: str) -> bool:
         """A seat has left it, and its host memory follows in the next moment (L4: the claim first, then the node).

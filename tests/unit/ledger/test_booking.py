@@ -640,6 +640,23 @@ def test_L5_an_allocation_that_two_replicas_handle_keeps_the_founders_memory(wor
     assert list(world.tables[Table.BUDGETS]["n1"].value.entries) == [own.assignment]
 
 
+def test_L3_L5_a_founder_over_the_host_budget_is_fenced_before_its_claim_lets_it_go(world: World) -> None:
+    """Its founding is about to name the seat, which the claim does not list then: only a fenced seat may be so."""
+    founded(world, "w1", host_gib=95)
+    founding = world.deliver(request("w2"))
+    world.run_until_write(founding, Table.SEATS)
+    ((claim, record),) = [(key, each) for key, each in world.claims().items() if each.state is ClaimState.PENDING]
+    (assignment,) = record.entries
+    allocating = world.deliver(allocated(claim, "d1"))
+    world.run_until_write(allocating, Table.CLAIMS)
+    assert world.tables[Table.LEASES][assignment].value.state is LeaseState.TOMBSTONE
+    world.step(allocating)
+    world.finish(founding)
+    world.finish(allocating)
+    assert world.claims()[claim].state is ClaimState.RETIRING
+    assert world.seats()["w2"].state is SeatState.EMPTY
+
+
 @pytest.mark.parametrize("num_steps", range(12))
 def test_L5_S7_an_allocation_that_meets_another_write_of_its_claim_takes_no_memory_back(num_steps: int) -> None:
     """The slower one loses to a limit that is stated anew; the faster one allocates at any moment after that."""

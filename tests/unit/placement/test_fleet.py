@@ -406,3 +406,19 @@ def test_P3_the_index_holds_exactly_what_a_scan_would_find(
         wanted = wanting(20, role=role)
         scan = {claim for claim in it.claims if it.refusal(claim, wanted) == ""}
         assert set(it.candidates(wanted)) == scan
+
+
+def test_L1_W1_memory_of_a_seat_heard_of_before_its_node_is_in_use() -> None:
+    """The node is reserved first, and may be heard of later: until then the seat's memory looked free."""
+    it = Fleet(limit=0)
+    it.set_node("n1", node(devices=2, host_gib=10))
+    seat = entry("w", host_gib=8)
+    it.set_claim("c1", allocated({"a": seat}))
+    assert (it.host_fits("c1", 2 * GIB), it.host_fits("c1", 3 * GIB)) == (True, False)
+    listed = NodeBudget(entries={"a": NodeEntry(workload="w", claim="c1", host_bytes=8 * GIB)})
+    assert not it.set_budget("n1", listed), "nothing came free"
+    assert (it.host_fits("c1", 2 * GIB), it.host_fits("c1", 3 * GIB)) == (True, False)
+    it.set_claim("c1", allocated({}))
+    assert not it.host_fits("c1", 3 * GIB), "the node lists it still"
+    assert it.set_budget("n1", NodeBudget())
+    assert it.host_fits("c1", 10 * GIB)

@@ -287,8 +287,8 @@ def two_full_claims(*, host_gib: float = 0) -> Desk:
     """Claims ``c1`` and ``c2`` of one node, one seat each; ``first`` and ``second`` wait, in this order."""
     it = Desk(limit=1)
     it.node(node(devices=2, host_gib=host_gib))
-    for claim in ("c1", "c2"):
-        it.claim(claim, allocated({claim: entry(f"w-{claim}", host_gib=8)}))
+    for claim, seated_gib in (("c1", 8), ("c2", 2)):
+        it.claim(claim, allocated({claim: entry(f"w-{claim}", host_gib=seated_gib)}))
     queue(it, "first", host_gib=8)
     queue(it, "second", host_gib=8)
     return it

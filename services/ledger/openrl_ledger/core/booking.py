@@ -338,7 +338,7 @@ def _swap(
 
 def allocate(claim_id: str, node: str, devices: tuple[str, ...], device_bytes: int) -> Steps[None]:
     """ClaimAllocated (L5): reserve the founder's host memory, then pending → allocated. Over budget: retire it."""
-    reserved = ""
+    reserved, why = "", None
     for tries in range(TRIES_MAX):
         claim, revision = yield from read_claim(claim_id, old_copy=tries == 0)
         if claim is None or claim.state is not ClaimState.PENDING or not claim.entries:
@@ -349,8 +349,11 @@ def allocate(claim_id: str, node: str, devices: tuple[str, ...], device_bytes: i
             return
         ((assignment, entry),) = claim.entries.items()
         node_entry = NodeEntry(workload=entry.workload, claim=claim_id, host_bytes=entry.host_bytes)
-        why = yield from add_node_entry(node, assignment, node_entry, joins_as=None)
+        if why is None:
+            why = yield from add_node_entry(node, assignment, node_entry, joins_as=None)
         if why is not None:
+            # First of all: its founding may be about to name the seat, and no seat names what its claim let go (L3).
+            yield from releasing.fence(assignment, why)
             changed = msgspec.structs.replace(claim, state=ClaimState.RETIRING, node=node, entries={})
         else:
             changed = msgspec.structs.replace(
@@ -359,7 +362,6 @@ def allocate(claim_id: str, node: str, devices: tuple[str, ...], device_bytes: i
         landed = yield Write(Table.CLAIMS, claim_id, changed, revision)
         if isinstance(landed, int):
             if why is not None:
-                yield from releasing.fence(assignment, why)
                 yield from releasing.finish(entry.workload, entry.tenant, assignment, claim_id)
             return
         reserved = assignment  # given back only once the claim can no longer be allocated with it, by whomever
