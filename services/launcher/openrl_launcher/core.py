@@ -343,15 +343,16 @@ def _seated(view: View) -> set[tuple[str, int]]:
 
 
 def _host_used_bytes(view: View) -> int:
-    """Reserved by others, by every seat on the node, and by claims cut here that the ledger has not counted yet."""
+    """Reserved by others, by every seat on the node, and by claims here that the ledger has not counted yet.
+
+    Or has: the node is reserved before the claim, and may be heard of after it.
+    """
     used = view.host_reserved_bytes + sum(entry.host_bytes for entry in view.host_budget.entries.values())
-    for claim_id, cut in view.cuts.items():
-        claim = view.claims.get(claim_id)
-        if (
-            claim is not None
-            and claim.state is ClaimState.PENDING
-            and cut.state is CutState.ALLOCATED
-            and cut.node == view.node
+    for claim_id, claim in view.claims.items():
+        cut = view.cuts.get(claim_id)
+        is_cut = cut is not None and cut.state is CutState.ALLOCATED and cut.node == view.node
+        if (claim.state is ClaimState.PENDING and is_cut) or (
+            claim.state is ClaimState.ALLOCATED and claim.node == view.node
         ):
             for assignment, entry in claim.entries.items():
                 if assignment not in view.host_budget.entries:

@@ -131,6 +131,7 @@ def booked(state: State, record: WorkloadRecord, assignment: str, claim: str, no
     if waited or placed(record):
         fx.workloads[record.workload] = None
     is_listed = claim_record is not None and assignment in claim_record.entries
+    state.fleet.set_seat(record.workload, claim, assignment, record.shape.host_bytes)
     settle(state, record.workload, now, fx, booked="" if is_listed else claim)
     for event in state.take_early(assignment):
         fx.add(decide(state, event, now))
@@ -311,6 +312,8 @@ def seat_changed(state: State, workload: str, seat: SeatRecord | None, now: floa
         state.seats.pop(workload, None)
         return fx
     state.seats[workload] = seat
+    if seat.state is not SeatState.HELD:
+        state.fleet.drop_seat(workload, seat.claim)
     record = state.workloads.get(workload)
     if record is None:
         return fx

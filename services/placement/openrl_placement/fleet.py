@@ -75,6 +75,8 @@ class Fleet:
         self._node_changes: Counter[str] = Counter()
         self._claim_changes: Counter[str] = Counter()
         self._budgets: dict[str, NodeBudget] = {}
+        self._named: dict[str, dict[str, int]] = {}
+        """Per claim, host memory of workloads whose seats there were heard of before the claim."""
         self._leaving: dict[str, set[str]] = {}
         """Per claim, assignments that have left it and whose host memory the node still keeps for them."""
         self._reported: dict[str, NodeRecord] = {}
@@ -118,6 +120,7 @@ class Fleet:
     def set_claim(self, claim: str, record: ClaimRecord | None) -> bool:
         """Take in a claim; True when it may be joined and has more room than before (wake-ups, W2)."""
         before = self.claims.get(claim)
+        self._named.pop(claim, None)
         if record is not None and record.state is ClaimState.GONE:
             record = None
         if before is not None:
@@ -183,7 +186,7 @@ class Fleet:
     def _count_host(self, node: str) -> None:
         """Host memory in use: what the node lists, and what its claims list that was reserved there before (L1).
 
-        Claims and nodes are followed apart, so a claim may be heard of first: what is reserved for it is not free (W1).
+        Seats, claims and nodes are followed apart: what was written last may be heard of first, and is not free (W1).
         """
         listed = self._budgets[node].entries if node in self._budgets else {}
         ahead = (
@@ -193,7 +196,23 @@ class Fleet:
             for assignment, entry in self.claims[claim].entries.items()
             if assignment not in listed
         )
-        self._host_used[node] = sum(entry.host_bytes for entry in listed.values()) + sum(ahead)
+        named = (sum(self._named[claim].values()) for claim in self._on_node.get(node, ()) if claim in self._named)
+        self._host_used[node] = sum(entry.host_bytes for entry in listed.values()) + sum(ahead) + sum(named)
+
+    def set_seat(self, workload: str, claim: str, assignment: str, host_bytes: int) -> None:
+        """Take in a seat on a claim that is known and does not list it yet: until it is heard of again, it has it."""
+        record = self.claims.get(claim)
+        if record is None or assignment in record.entries:
+            return
+        budget = self._budgets.get(record.node)
+        if budget is None or assignment not in budget.entries:
+            self._named.setdefault(claim, {})[workload] = host_bytes
+            self._count_host(record.node)
+
+    def drop_seat(self, workload: str, claim: str) -> None:
+        """Its seat is over: whether its claim ever listed it does not matter any more."""
+        if self._named.get(claim, {}).pop(workload, None) is not None:
+            self._count_host(self.claims[claim].node)
 
     def is_leaving(self, claim: str) -> bool:
         """A seat has left it, and its host memory follows in the next moment (L4: the claim first, then the node).

@@ -297,6 +297,18 @@ def test_a_claim_cut_but_not_yet_counted_by_the_ledger_counts_on_the_host_P6() -
     assert [type(action) for action in decide(state)] == [SayAllocated, Unschedulable]
 
 
+def test_memory_of_a_seat_heard_of_before_its_node_is_in_use_P6_W1() -> None:
+    """The ledger reserves the node first, and may be heard of last; a later claim would get what is gone already."""
+    seated = msgspec.structs.replace(pending(host_gib=6), state=ClaimState.ALLOCATED, node=NODE, devices=("dev1",))
+    state = view(
+        claims={"c1": seated, "c2": pending(host_gib=6, order=(0, 2), assignment="a2")},
+        cuts={"c1": cut("dev1")},
+        holds={"dev1": "c1"},
+        host_allocatable_bytes=10 * GIB,
+    )
+    assert isinstance(cut_or_not(state)["c2"], Unschedulable)
+
+
 def test_unknown_host_memory_skips_the_check_P6() -> None:
     assert isinstance(decide(view(claims={"c1": pending(host_gib=10_000)}))[0], Cut)
 

@@ -422,3 +422,24 @@ def test_L1_W1_memory_of_a_seat_heard_of_before_its_node_is_in_use() -> None:
     assert not it.host_fits("c1", 3 * GIB), "the node lists it still"
     assert it.set_budget("n1", NodeBudget())
     assert it.host_fits("c1", 10 * GIB)
+
+
+def test_L1_W1_memory_of_a_seat_heard_of_before_its_claim_is_in_use() -> None:
+    it = Fleet(limit=0)
+    it.set_node("n1", node(devices=2, host_gib=10))
+    it.set_claim("c1", allocated({}))
+    it.set_seat("w", "c1", "a", 8 * GIB)
+    assert (it.host_fits("c1", 2 * GIB), it.host_fits("c1", 3 * GIB)) == (True, False)
+    it.set_claim("c1", allocated({"a": entry("w", host_gib=8)}))
+    assert (it.host_fits("c1", 2 * GIB), it.host_fits("c1", 3 * GIB)) == (True, False)
+    it.set_seat("w", "c1", "a", 8 * GIB)
+    assert it.host_fits("c1", 2 * GIB), "counted once"
+
+
+def test_L4_a_seat_that_its_claim_was_never_heard_to_list_ends_with_its_memory() -> None:
+    it = Fleet(limit=0)
+    it.set_node("n1", node(devices=2, host_gib=10))
+    it.set_claim("c1", allocated({}))
+    it.set_seat("w", "c1", "a", 8 * GIB)
+    it.drop_seat("w", "c1")
+    assert it.host_fits("c1", 10 * GIB)
