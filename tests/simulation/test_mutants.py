@@ -241,7 +241,7 @@ MUTANTS = [
         "and now - refused[1] < REFUSED_S",
         "",
         ("although",),
-        seeds=tuple(_seeds_where(_limit_is_raised, range(490, 1400))),
+        seeds=tuple(_seeds_where(_limit_is_raised, range(6_990, 7_700))),
     ),
 ]
 
