@@ -32,9 +32,9 @@ def run(what: str) -> Any:
 
 @pytest.mark.long
 def test_R2_R3_the_predicted_peak_of_a_pass_is_the_measured_one_within_fifteen_percent() -> None:
+    """Of the prediction: what it is above the peak is never used, and how much that is differs between processors."""
     for each in run("peaks"):
-        ratio = each["predicted_bytes"] / each["peak_bytes"]
-        assert 0.95 <= ratio <= 1.15, each
+        assert 0.85 <= each["peak_bytes"] / each["predicted_bytes"] <= 1.05, each
 
 
 def test_R2_a_pass_that_does_not_fit_a_real_limit_is_done_in_two_halves() -> None:
