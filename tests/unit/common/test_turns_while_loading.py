@@ -18,24 +18,14 @@ from openrl_common.memory import MemoryBus
 from openrl_common.memory_server import MemoryServer
 from openrl_common.quantities import GIB
 from openrl_common.records import (
-    JobKind,
     Residency,
-    Role,
     SeatRecord,
     SeatState,
-    Shape,
     TurnRecord,
-    WorkloadPhase,
-    WorkloadRecord,
 )
 from openrl_common.turns import Moved, Turns
 from openrl_common.worker import WorkerContext
-
-WORKLOAD = WorkloadRecord(
-    workload="t--j--trainer", tenant="t", owner="t/j", owner_name="j", kind=JobKind.FFT, jobs=("t.j",), incarnation=1,
-    shape=Shape(role=Role.TRAINER, device_bytes=GIB), base_model="m", phase=WorkloadPhase.STARTING, submitted_at=0.0,
-)  # fmt: skip
-
+from unit.common.test_turns_after_restart import WORKLOAD
 
 MANY = 500
 """Turns of the loop, in which whatever goes on has happened."""
