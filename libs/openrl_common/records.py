@@ -287,6 +287,11 @@ class ClaimState(StrEnum):
     GONE = "gone"
     QUARANTINED = "quarantined"
 
+    @property
+    def stands(self) -> bool:
+        """It has a device or is to get one: nobody has begun to end it."""
+        return self in (ClaimState.PENDING, ClaimState.ALLOCATED)
+
 
 class Tier(Record, frozen=True, kw_only=True):
     """One acceptable device shape of a claim (P9): floor in exact bytes, ceiling in whole GiB."""
@@ -506,6 +511,17 @@ class WorkerRecord(Record, frozen=True, kw_only=True):
     pulled_s: float = 0.0
     entry: ClaimEntry | None = None
     """What its claim lists for it: enough to write its seat again (L7)."""
+
+    @property
+    def who(self) -> dict[str, str]:
+        """The fields that every event of a worker has."""
+        return {
+            "tenant": self.tenant,
+            "workload": self.workload,
+            "assignment": self.assignment,
+            "claim": self.claim,
+            "node": self.node,
+        }
 
 
 # --- shared buckets: openrl_leases, openrl_ready -----------------------------------------------------------------

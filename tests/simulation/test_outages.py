@@ -23,27 +23,19 @@ from openrl_common.quantities import GIB
 from openrl_common.records import (
     ClaimEntry,
     DutyRecord,
-    JobKind,
     LeaseRecord,
     LeaseState,
     Role,
-    Shape,
     WorkerRecord,
     WorkerState,
-    WorkloadPhase,
-    WorkloadRecord,
 )
 from openrl_common.worker import WorkerContext, _go_live, _record, _renew
 from openrl_launcher import leases
 from simulation.virtual_time import VirtualLoop, deterministic
+from unit.common.test_turns_after_restart import WORKLOAD
 
 _OUTAGE_S = 50.0
 """Two writes are given up in it, and a third is under way at its end."""
-
-WORKLOAD = WorkloadRecord(
-    workload="t--j--trainer", tenant="t", owner="t/j", owner_name="j", kind=JobKind.FFT, jobs=("t.j",), incarnation=1,
-    shape=Shape(role=Role.TRAINER, device_bytes=GIB), base_model="m", phase=WorkloadPhase.STARTING, submitted_at=0.0,
-)  # fmt: skip
 
 
 class Keeping(Network):

@@ -377,7 +377,7 @@ def _shared(view: View) -> _Shared:
     """None on a node that takes no newcomers (F3), or whose memory nobody counts (P6)."""
     if not view.host_allocatable_bytes or view.host_budget.standing is not Standing.LIVE:
         return _Shared((), 0)
-    standing = (claim for claim in view.claims.values() if claim.state in (ClaimState.PENDING, ClaimState.ALLOCATED))
+    standing = (claim for claim in view.claims.values() if claim.state.stands)
     limit = max(standing, key=lambda claim: claim.founded_at).limit  # in force: the ledger keeps it true on these
     anybody = Shape(role=Role.TRAINER, device_bytes=0)
     mine = (claim for claim in view.claims.values() if claim.node == view.node)

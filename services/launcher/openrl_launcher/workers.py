@@ -277,7 +277,7 @@ class Workers:
         )
         await self._insist(lambda: self._store.workers.put(record.assignment, record))
         await self._insist(
-            lambda: self._bus.publish(WorkerLaunched(**_who(record), restarts=record.restarts, pid=process.pid))
+            lambda: self._bus.publish(WorkerLaunched(**record.who, restarts=record.restarts, pid=process.pid))
         )
         tracked.status = Status.RUNNING
         await self._on_exit_meanwhile(tracked)
@@ -332,7 +332,7 @@ class Workers:
         # the event first: a crash in between says it twice under one id, the other way round would lose it
         await self._insist(
             lambda: self._bus.publish(
-                WorkerExited(**_who(record), exit_code=exit_code, restarts=record.restarts, will_restart=again, why=why)
+                WorkerExited(**record.who, exit_code=exit_code, restarts=record.restarts, will_restart=again, why=why)
             )
         )
         tracked.record = record = msgspec.structs.replace(
@@ -414,12 +414,12 @@ class Workers:
         await self._insist(lambda: self._store.workers.put(record.assignment, record))
         why = self._fences.pop(record.assignment, None)
         if why is not None:
-            await self._insist(lambda: self._bus.publish(WorkerFenced(**_who(record), why=why)))
+            await self._insist(lambda: self._bus.publish(WorkerFenced(**record.who, why=why)))
         await self._insist(lambda: self._publish_gone(tracked))
         tracked.status = Status.GONE
 
     async def _publish_gone(self, tracked: Tracked) -> None:
-        await self._bus.publish(WorkerGone(**_who(tracked.record)))
+        await self._bus.publish(WorkerGone(**tracked.record.who))
         tracked.said_gone_at = self._clock()
 
     async def _insist(self, call: Callable[[], Awaitable[object]]) -> None:
@@ -445,16 +445,6 @@ class Workers:
     def _devices(self, claim: str) -> tuple[str, ...]:
         cut = self._claims.cuts.get(claim)
         return () if cut is None else cut.devices
-
-
-def _who(record: WorkerRecord) -> dict[str, str]:
-    return {
-        "tenant": record.tenant,
-        "workload": record.workload,
-        "assignment": record.assignment,
-        "claim": record.claim,
-        "node": record.node,
-    }
 
 
 def _tenant_of(workload: str) -> str:

@@ -54,7 +54,6 @@ SUBJECTS = [
 ]
 _MIRRORED = (Table.CLAIMS, Table.BUDGETS, Table.NODES)
 _CONCURRENCY = 128
-_OPEN = (ClaimState.PENDING, ClaimState.ALLOCATED)
 _ASK_AGAIN_S = 60.0
 _PAUSE_S = 0.002
 _PAUSE_MAX_S = 0.25
@@ -208,7 +207,7 @@ class Ledger:
                 )
             )  # fmt: skip
         limit = self.environment.limit
-        for key in [key for key, claim in claims.items() if claim.state in _OPEN and claim.limit != limit]:
+        for key in [key for key, claim in claims.items() if claim.state.stands and claim.limit != limit]:
             await self.drive(janitor.restate_limit(key, limit))
         await self._ask_again(janitor.retiring(claims))
         return seen

@@ -445,14 +445,7 @@ def exit_is_due(state: State, record: WorkloadRecord, now: float, fx: Effects) -
     if worker is None or worker.state is not WorkerState.EXITED or worker.workload != record.workload:
         return
     exited = WorkerExited(
-        tenant=worker.tenant,
-        workload=worker.workload,
-        assignment=worker.assignment,
-        claim=worker.claim,
-        node=worker.node,
-        exit_code=worker.exit_code or 0,
-        restarts=worker.restarts,
-        why=worker.why,
+        **worker.who, exit_code=worker.exit_code or 0, restarts=worker.restarts, will_restart=False, why=worker.why
     )
     fx.add(decide(state, exited, now))
 

@@ -456,14 +456,14 @@ class Fleet:
                 f"no node has {_devices(shape)} yet: it waits for one that --scalable-shapes promises"
             )
         fitting, claimed = self._fitting(shape)
-        if claimed >= fitting and self._first_full(need) is not None:
-            return Reason.WAITING_FOR_SEAT, (
-                f"every claim that fits has its {self.limit} seats taken (--max-seats-per-claim {self.limit}), "
-                f"and no device of {format_bytes(shape.device_bytes)} is free"
-            )
-        if claimed >= fitting and (host := self._first_host_refusal(need)):
-            return Reason.WAITING_FOR_HOST_MEMORY, host
         if claimed >= fitting:
+            if self._first_full(need) is not None:
+                return Reason.WAITING_FOR_SEAT, (
+                    f"every claim that fits has its {self.limit} seats taken (--max-seats-per-claim {self.limit}), "
+                    f"and no device of {format_bytes(shape.device_bytes)} is free"
+                )
+            if host := self._first_host_refusal(need):
+                return Reason.WAITING_FOR_HOST_MEMORY, host
             return Reason.WAITING_FOR_DEVICE, (
                 f"all {fitting} devices of at least {format_bytes(shape.device_bytes)} are in use"
                 + (", and it shares none" if shape.exclusive else "")

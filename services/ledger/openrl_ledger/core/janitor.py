@@ -57,7 +57,7 @@ def sightings(
             seat = seats.get(entry.workload, SeatRecord())
             if not names(seat, assignment, claim_id):
                 found.add(Leftover("reservation", entry.workload, assignment, claim_id, claim.node, entry.tenant))
-        if not claim.entries and claim.state in (ClaimState.PENDING, ClaimState.ALLOCATED):
+        if not claim.entries and claim.state.stands:
             found.add(Leftover("empty-claim", "", "", claim_id, claim.node, ""))
     for workload, seat in seats.items():
         if seat.state is SeatState.EMPTY:
@@ -125,7 +125,7 @@ def restate_limit(claim_id: str, limit: int) -> Steps[None]:
     """Write the limit in force on a claim (S7): local launchers know from there whom a claim has a seat for (W1)."""
     for tries in range(TRIES_MAX):
         claim, revision = yield from read_claim(claim_id)
-        if claim is None or claim.limit == limit or claim.state not in (ClaimState.PENDING, ClaimState.ALLOCATED):
+        if claim is None or claim.limit == limit or not claim.state.stands:
             return
         landed = yield Write(Table.CLAIMS, claim_id, msgspec.structs.replace(claim, limit=limit), revision)
         if isinstance(landed, int):
@@ -137,7 +137,7 @@ def restate_limit(claim_id: str, limit: int) -> Steps[None]:
 def _retire_empty(claim_id: str) -> Steps[None]:
     for tries in range(TRIES_MAX):
         claim, revision = yield from read_claim(claim_id)
-        if claim is None or claim.entries or claim.state not in (ClaimState.PENDING, ClaimState.ALLOCATED):
+        if claim is None or claim.entries or not claim.state.stands:
             return
         retiring = msgspec.structs.replace(claim, state=ClaimState.RETIRING)
         landed = yield Write(Table.CLAIMS, claim_id, retiring, revision)

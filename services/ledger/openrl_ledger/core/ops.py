@@ -149,7 +149,7 @@ def drop_claim_entry(claim_id: str, assignment: str) -> Steps[tuple[ClaimRecord 
             return claim, None
         entries = {key: entry for key, entry in claim.entries.items() if key != assignment}
         state = claim.state
-        if not entries and state in (ClaimState.PENDING, ClaimState.ALLOCATED):
+        if not entries and state.stands:
             state = ClaimState.RETIRING
         changed = msgspec.structs.replace(claim, entries=entries, state=state)
         landed = yield Write(Table.CLAIMS, claim_id, changed, revision)

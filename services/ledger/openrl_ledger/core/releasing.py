@@ -105,8 +105,7 @@ def _carry_on_releasing(workload: str, tenant: str, seat: SeatRecord) -> Steps[N
             node="" if claim is None else claim.node,
         )
     )
-    listed = claim is not None and seat.assignment in claim.entries
-    if claim is not None and not listed:
+    if claim is not None and seat.assignment not in claim.entries:
         # Entries leave claims only once nothing of them is at work (L4): a crash came before the seat was emptied.
         yield from fence(seat.assignment, "its claim does not list it")
         yield from finish(workload, tenant, seat.assignment, seat.claim)
