@@ -183,9 +183,13 @@ class Claims:
     # --- internals -------------------------------------------------------------------------------------------------
 
     async def _hold(self, device: str, claim: str) -> None:
+        """Raises Conflict when another claim holds it: a hold that was given up as lost can be heard of after the look
+        that found the device free, and only a look that knows of it may release it (B8)."""
         held = self._holds.get(device)
         if held is not None and held.value.claim == claim:
             return
+        if held is not None and held.value.claim:
+            raise Conflict(f"device {device} of node {self._node} is held by claim {held.value.claim}")
         await self._write_hold(device, DeviceHold(claim=claim), 0 if held is None else held.revision)
 
     async def _write_hold(self, device: str, hold: DeviceHold, last: int) -> None:

@@ -11,6 +11,8 @@ from bus.launcher.launcher_helpers import Ledger, until
 from openrl_common.events import ClaimAllocated, ClaimFreed, NodeJoined, WorkerUnschedulable
 from openrl_common.quantities import GIB
 from openrl_common.records import ClaimState, CutRecord, CutState, DeviceHold
+from openrl_launcher.claims import Claims
+from openrl_launcher.core import Cut
 from openrl_launcher.service import Launcher
 
 Launch = Callable[..., AbstractAsyncContextManager[Launcher]]
@@ -96,6 +98,27 @@ async def test_B8_a_cut_interrupted_before_its_record_is_finished(ledger: Ledger
     async with launch():
         allocated = await ledger.event(ClaimAllocated, claim=claim)
         assert allocated.devices == ("dev1",)
+
+
+async def test_B8_a_device_whose_hold_is_heard_of_after_the_look_is_not_cut_for_another_claim(ledger: Ledger) -> None:
+    """A hold that an outage had kept back lands between a look that found its device free and the cut it decided."""
+    woken = asyncio.Event()
+    claims = Claims(ledger.bus, node="here", clock=lambda: 0.0, wake=woken.set)
+    await claims.load()
+    try:
+        await ledger.bus.store.devices.write("here.dev0", DeviceHold(claim="late"), last=0)
+        await until(lambda: _knows(claims, {"dev0": "late"}))
+        woken.clear()
+        await claims.cut(Cut("mine", ("dev1", "dev0"), 8 * GIB, "1x8"))
+        assert await holds(ledger) == claims.holds == {"dev0": "late"}
+        assert await ledger.bus.store.cuts.get("mine") is None
+        assert woken.is_set()  # to look again, with the hold
+    finally:
+        await claims.close()
+
+
+async def _knows(claims: Claims, held: dict[str, str]) -> bool:
+    return claims.holds == held
 
 
 async def test_B8_a_device_held_for_a_withdrawn_claim_is_freed_and_used(ledger: Ledger, launch: Launch) -> None:
