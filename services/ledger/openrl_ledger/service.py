@@ -55,6 +55,7 @@ SUBJECTS = [
 _MIRRORED = (Table.CLAIMS, Table.BUDGETS, Table.NODES)
 _CONCURRENCY = 128
 _ASK_AGAIN_S = 60.0
+_DUTY_LOOK_S = 0.5
 _PAUSE_S = 0.002
 _PAUSE_MAX_S = 0.25
 _REST = 4.0
@@ -178,7 +179,8 @@ class Ledger:
                     before = await self._tidy_once(seats, before, repaired) if duty.held and seats else set()
                 except Transient as error:
                     log.warning("janitor pass left for the next one: %s", error)
-                await pause(self._bus.stopping, grace_s)
+                # By who has the duty soon after it starts: all seats are listed once, best before others come to it.
+                await pause(self._bus.stopping, grace_s if duty.held else min(grace_s, _DUTY_LOOK_S))
 
     async def _tidy_once(
         self, followed: Mirror[SeatRecord], before: set[janitor.Leftover], repaired: Counter
@@ -194,7 +196,10 @@ class Ledger:
                 gone = await self._buckets[Table.CLAIMS].get(key)  # kept there, not in memory
                 if gone is not None:
                     claims[key] = gone.value
-        seen = janitor.sightings(seats, claims, _values(self._mirrors[Table.BUDGETS].entries), _values(leases))
+        budgets, seen = _values(self._mirrors[Table.BUDGETS].entries), set[janitor.Leftover]()
+        for part in janitor.sightings(seats, claims, budgets, _values(leases)):
+            seen |= part
+            await asyncio.sleep(0)
         for leftover in sorted(seen & before):
             seat = seats.get(leftover.workload)
             log.warning("janitor repairs %s", leftover)

@@ -283,9 +283,10 @@ class World:
                 self.finish(Handler(None, janitor.repair(leftover, leftover.tenant or "t", seat.incarnation)))
 
     def sightings(self) -> set[janitor.Leftover]:
-        return janitor.sightings(
+        parts = janitor.sightings(
             self.seats(),
             self.claims(),
             {key: entry.value for key, entry in self.tables[Table.BUDGETS].items()},
             {key: entry.value for key, entry in self.tables[Table.LEASES].items()},
         )
+        return set().union(*parts)

@@ -6,8 +6,10 @@ apart show it, so that a booking in flight is spared. It frees nothing that a la
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -27,6 +29,10 @@ from openrl_ledger.core.ops import (
     read_claim,
     read_seat,
 )
+
+T = TypeVar("T")
+
+_PART = 500
 
 
 @dataclass(frozen=True, order=True)
@@ -49,17 +55,39 @@ def sightings(
     claims: Mapping[str, ClaimRecord],
     budgets: Mapping[str, NodeBudget],
     leases: Mapping[str, LeaseRecord],
-) -> set[Leftover]:
-    """Every leftover in one snapshot of the bucket. ``claims``: also those that are gone, where a seat names one."""
-    found: set[Leftover] = set()
-    for claim_id, claim in claims.items():
+) -> Iterator[set[Leftover]]:
+    """Every leftover in one snapshot of the bucket, part by part: between those of a large one others have a turn.
+
+    ``claims``: also those that are gone, where a seat names one.
+    """
+    for some_claims in _parts(claims):
+        yield set(_of_claims(some_claims, seats))
+    for some_seats in _parts(seats):
+        yield set(_of_seats(some_seats, claims, leases))
+    for some_budgets in _parts(budgets):
+        yield set(_of_nodes(some_budgets, claims))
+
+
+def _parts(table: Mapping[str, T]) -> Iterator[list[tuple[str, T]]]:
+    rows = iter(table.items())
+    while part := list(itertools.islice(rows, _PART)):
+        yield part
+
+
+def _of_claims(claims: list[tuple[str, ClaimRecord]], seats: Mapping[str, SeatRecord]) -> Iterator[Leftover]:
+    for claim_id, claim in claims:
         for assignment, entry in claim.entries.items():
             seat = seats.get(entry.workload, SeatRecord())
             if not names(seat, assignment, claim_id):
-                found.add(Leftover("reservation", entry.workload, assignment, claim_id, claim.node, entry.tenant))
+                yield Leftover("reservation", entry.workload, assignment, claim_id, claim.node, entry.tenant)
         if not claim.entries and claim.state.stands:
-            found.add(Leftover("empty-claim", "", "", claim_id, claim.node, ""))
-    for workload, seat in seats.items():
+            yield Leftover("empty-claim", "", "", claim_id, claim.node, "")
+
+
+def _of_seats(
+    seats: list[tuple[str, SeatRecord]], claims: Mapping[str, ClaimRecord], leases: Mapping[str, LeaseRecord]
+) -> Iterator[Leftover]:
+    for workload, seat in seats:
         if seat.state is SeatState.EMPTY:
             continue
         holder = claims.get(seat.claim)
@@ -68,20 +96,22 @@ def sightings(
         if holder is not None and seat.assignment in holder.entries:
             tenant = holder.entries[seat.assignment].tenant
             if seat.state is SeatState.HELD and lease is not None and lease.state is LeaseState.TOMBSTONE:
-                found.add(Leftover("fenced-seat", workload, seat.assignment, seat.claim, holder.node, tenant))
+                yield Leftover("fenced-seat", workload, seat.assignment, seat.claim, holder.node, tenant)
             elif seat.state is SeatState.RELEASING and (lease is None or lease.found == "none"):
                 # No process was ever started for it and none can be: nobody will say WorkerGone.
-                found.add(Leftover("unstarted-seat", workload, seat.assignment, seat.claim, holder.node, tenant))
+                yield Leftover("unstarted-seat", workload, seat.assignment, seat.claim, holder.node, tenant)
         elif seat.state is SeatState.HELD or holder is not None or lease is None or lease.found == "none":
             # Releasing, too: who took the entry off the claim was to empty the seat next, and no message repeats that.
             # Only where the claim's record itself is missing may a worker still be at work: wait for WorkerGone.
-            found.add(Leftover("unlisted-seat", workload, seat.assignment, seat.claim, "", tenant))
-    for node, budget in budgets.items():
+            yield Leftover("unlisted-seat", workload, seat.assignment, seat.claim, "", tenant)
+
+
+def _of_nodes(budgets: list[tuple[str, NodeBudget]], claims: Mapping[str, ClaimRecord]) -> Iterator[Leftover]:
+    for node, budget in budgets:
         for assignment, reserved in budget.entries.items():
             holder = claims.get(reserved.claim)
             if holder is None or assignment not in holder.entries:
-                found.add(Leftover("node-entry", reserved.workload, assignment, reserved.claim, node, ""))
-    return found
+                yield Leftover("node-entry", reserved.workload, assignment, reserved.claim, node, "")
 
 
 def retiring(claims: Mapping[str, ClaimRecord]) -> dict[str, str]:
