@@ -131,6 +131,7 @@ class MemoryBus(Bus):
         """After a time in which it was ``cut_off``: whatever follows the server reads again from where it was."""
         self.cut_off = False
         self.server.lose_watchers(self)
+        self.server.dispatch()  # a consumer asks anew, also when nothing was stored meanwhile
 
     def kill(self) -> None:
         """Its process is gone, without a word."""

@@ -423,6 +423,9 @@ class MemoryServer:
     def start(self) -> None:
         self.up = True
         self.lose_watchers(None)
+        self.dispatch()
+
+    def dispatch(self) -> None:
         for stream in self.streams.values():
             for consumer in stream.consumers.values():
                 consumer.dispatch()
