@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 
 from openrl_common.bus import Bus
@@ -31,6 +32,8 @@ class LedgerIdentity:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self.known = ""
+        self._seen_at = -math.inf
+        """When the reading began that last found the known one."""
 
     async def read(self) -> str:
         """The identity that stands in the bucket; empty when there is none, or no bucket. Raises Transient."""
@@ -44,21 +47,30 @@ class LedgerIdentity:
         """Return once there is one; it is the one that ``check`` compares with."""
         said, started_at = False, time.monotonic()
         while not stopping.is_set():
+            began_at = time.monotonic()
             with contextlib.suppress(Transient):
                 self.known = await self.read()
             if self.known:
+                self._seen_at = began_at
                 return
             if not said and time.monotonic() - started_at > _SAY_AFTER_S:  # a system that starts has none for a moment
                 said = True
                 log.warning("the ledger's bucket has no identity: waiting for the ledger (`openrl ledger rebuild`?)")
             await pause(stopping, _WAIT_LOOK_S)
 
-    async def check(self) -> None:
-        """Raises Rejected (``ledger-replaced``): the bucket is not the known one; Transient when nobody can tell."""
+    async def check(self, *, within_s: float = 0.0) -> None:
+        """Raises Rejected (``ledger-replaced``): the bucket is not the known one; Transient when nobody can tell.
+
+        ``within_s``: it is not read again when it was the known one so short a time ago.
+        """
+        began_at = time.monotonic()
+        if began_at - self._seen_at < within_s:
+            return
         found = await self.read()
         if found != self.known:
             what = "is another one now" if found else "is lost"
             raise Rejected(f"the ledger's bucket {what}: starting again from what is stored", code="ledger-replaced")
+        self._seen_at = began_at
 
     async def watch(self, stopping: asyncio.Event) -> None:
         """Check now and then; raises as ``check`` does."""

@@ -39,7 +39,7 @@ _RETRY_S = (0.1, 0.5, 1.0, 2.0, 5.0)
 _MEMORY_RETURN_S = 10.0
 _SAY_AGAIN_S = 5.0
 _IDENTITY_S = 5.0
-"""A start that takes longer looks once more whether the ledger is the one it began under; a rebuild takes longer."""
+"""A start looks whether the ledger is the one that is known, if nobody has for so long; a rebuild takes longer."""
 
 
 @dataclass
@@ -228,7 +228,6 @@ class Workers:
         self._spawn(guarded())
 
     async def _start(self, tracked: Tracked, launch: Launch) -> None:
-        began_at = self._clock()
         record = tracked.record
         if record.state is not WorkerState.STARTING:  # else a try that was given up
             again = record.launched_at > 0
@@ -251,9 +250,9 @@ class Workers:
             return
         if gate is leases.Gate.TAKEN_OVER and await asyncio.to_thread(self._backend.sweep, launch.assignment) > 0:
             raise Transient(f"what an earlier process of {launch.workload} left does not end")
-        if self._identity is not None and self._clock() - began_at > _IDENTITY_S:
-            # This launcher was cut off meanwhile: a ledger that was rebuilt without this seat fences nothing.
-            await self._identity.check()
+        if self._identity is not None:
+            # Was this launcher cut off, a ledger that was rebuilt without this seat has fenced nothing.
+            await self._identity.check(within_s=_IDENTITY_S)
         if self.draining:
             tracked.status = Status.IDLE
             return

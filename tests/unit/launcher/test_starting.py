@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+import openrl_common.identity
 from openrl_common.errors import Rejected
 from openrl_common.identity import KEY, LedgerIdentity
 from openrl_common.memory import MemoryBus
@@ -135,20 +136,28 @@ async def test_F4_one_that_ends_while_an_old_view_asks_for_its_stop_is_started_a
     assert workers.view()["a1"].status is Status.BACKING_OFF
 
 
-async def test_L7_one_whose_ledger_was_rebuilt_while_this_launcher_was_cut_off_is_not_started() -> None:
-    """The new ledger knows nothing of its seat, so nobody has fenced it."""
-    bus, machine = MemoryBus(MemoryServer()), Started()
-    await bus.store.ledger_meta.put(KEY, LedgerIdentityRecord(id="rebuilt"))
+@pytest.mark.parametrize("cut_off_s", [0.0, 30.0])
+async def test_L7_B7_one_whose_ledger_was_rebuilt_while_this_launcher_was_cut_off_is_not_started(
+    cut_off_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new ledger knows nothing of its seat, so nobody has fenced it. Who was not cut off need not ask."""
+    bus, machine, now = MemoryBus(MemoryServer()), Started(), [1000.0]
+    monkeypatch.setattr(openrl_common.identity, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    await bus.store.ledger_meta.put(KEY, LedgerIdentityRecord(id="lost"))
     identity = LedgerIdentity(bus)
-    identity.known = "lost"
+    await identity.wait(asyncio.Event())
+    await bus.store.ledger_meta.put(KEY, LedgerIdentityRecord(id="rebuilt"))
+    now[0] += cut_off_s
     tasks: list[asyncio.Future[None]] = []
-    moments = itertools.count(0.0, 30.0)
     workers = Workers(
         bus, cast(Any, machine), cast(Any, None), node="n1", stop_grace_s=1.0, restarts_max=1,
-        clock=lambda: next(moments), now=time.time, wake=lambda: None, identity=identity,
+        clock=time.monotonic, now=time.time, wake=lambda: None, identity=identity,
         spawn=lambda work: tasks.append(asyncio.ensure_future(work)),
     )  # fmt: skip
     workers.start(Start("a1", "c1", ENTRY), ("d0",))
-    with pytest.raises(Rejected, match="another one"):
+    if cut_off_s:
+        with pytest.raises(Rejected, match="another one"):
+            await tasks[0]
+    else:
         await tasks[0]
-    assert machine.launches == []
+    assert len(machine.launches) == (0 if cut_off_s else 1)
