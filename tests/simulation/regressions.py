@@ -69,4 +69,5 @@ REGRESSIONS: dict[int, str] = {
     30010425: "a device was cut for one claim over another's hold, which was heard of after the look (B8)",
     41021835: "the simulator handed a launcher that came back nothing until the next message was stored",
     42082623: "a launcher that was cut off while the ledger was rebuilt came back and started what had no seat (L7)",
+    43054317: "a replaced replica wrote a workload late that its successor never heard of: Releasing for ever (E7)",
 }

@@ -670,6 +670,7 @@ def hurried(world: World) -> Iterator[None]:
         (openrl_placement.look_ahead, "BEHIND_MIN", 0),
         (openrl_placement.service, "_EARLY_END_S", 40.0),
         (openrl_placement.service, "_TICK_S", 2.0),
+        (openrl_placement.service, "_ORPHANS_EVERY_S", 60.0),
         (openrl_ledger.nodes_service, "LOOK_S", 2.0),
         (openrl_ledger.turns_service, "LOOK_S", 0.5),
         (openrl_common.identity, "LOOK_S", 6.0),

@@ -86,6 +86,7 @@ _CONCURRENCY = 32
 _TICK_S = 1.0
 _READS_AT_ONCE = 64
 _READ_S = 5.0
+_ORPHANS_EVERY_S = 300.0
 _REST = 4.0
 """What the repairing pass rests, in multiples of what it took."""
 _SUBMISSION_BYTES_MAX = 64 * 1024
@@ -146,6 +147,9 @@ class Placement:
         self._names: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._pass = Pass()
         self._strays = Strays()
+        self._orphans: dict[str, int] = {}
+        """Workload → revision of its record, which the last look found and memory has not."""
+        self._orphans_at = time.monotonic()
         self._num_behind = 0
         """Messages behind the one that was delivered last."""
         self._mirrors: list[Mirror[Any]] = []
@@ -309,6 +313,7 @@ class Placement:
             if self._bus.connected:
                 await self._repair_once()
                 await self._release_strays()
+                await self._drop_orphans()
 
     async def _repair_once(self) -> None:
         """One pass, which leaves most of the core to events: a wake-up comes through the loop many times."""
@@ -328,6 +333,26 @@ class Placement:
             if await self._has_no_record(request):
                 log.warning("seat of %s is released: placement has no record of it", request.workload)
                 await self._try(Effects(events=[request]))
+
+    async def _drop_orphans(self) -> None:
+        """Delete workloads that the bucket alone has: written late by a replica that was replaced, nobody goes on with
+        them (E7), and a seat of theirs would pass for known (L6). Only what two looks show: what is written or
+        forgotten at this moment is none.
+        """
+        now = time.monotonic()
+        if now - self._orphans_at < _ORPHANS_EVERY_S:
+            return
+        self._orphans_at, bucket = now, self._bus.store.workloads
+        try:
+            listed = await bucket.list(rest=_REST)
+            found = {key: entry.revision for key, entry in listed.items() if key not in self.state.workloads}
+            for key, revision in found.items() & self._orphans.items():
+                if self._duty is None or self._duty.held:
+                    log.warning("the record of workload %s is deleted: a replica that was replaced wrote it late", key)
+                    await bucket.delete(key, last=revision)
+            self._orphans = found
+        except Transient as error:
+            log.warning("workloads are looked through again later: %s", error)
 
     async def _has_no_record(self, request: SeatReleaseRequested) -> bool:
         """A record that this version cannot read is one: it is missing in the state all the same."""
