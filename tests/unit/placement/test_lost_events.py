@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,7 +15,7 @@ from openrl_common.events import Event, JobFailed, SeatReleaseRequested, SeatReq
 from openrl_common.memory import MemoryBus
 from openrl_common.memory_server import MemoryServer, Network
 from openrl_common.records import JobPhase, SeatRecord, SeatState, WorkerRecord, WorkerState, WorkloadPhase
-from openrl_placement import core, passes
+from openrl_placement import core, passes, service
 from openrl_placement.passes import STRAY_S, Strays
 from unit.placement.desk import Desk, allocated, entry, node
 from unit.placement.test_outbox import Slow, a_few_turns, placement_on
@@ -186,3 +188,31 @@ def test_L6_P12_the_seats_of_a_runtime_that_is_kept_for_nobody_stay() -> None:
     strays = Strays()
     strays.look(it.state, 0.0, caught_up=True)
     assert strays.look(it.state, STRAY_S, caught_up=True) == []
+
+
+async def test_E7_L6_a_workload_that_a_replaced_replica_wrote_late_is_deleted_after_two_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its successor had read the bucket before, so nobody goes on with it; what changes in between is somebody's."""
+    bus = MemoryBus(MemoryServer(Network()))
+    placement, it = placement_on(bus)
+    it.node(node())
+    it.submit("known")
+    record = it.workload("default--known--trainer")
+    for name in ("late", "changed", "known"):
+        key = f"default--{name}--trainer"
+        await bus.store.workloads.put(key, msgspec.structs.replace(record, workload=key))
+    await placement._drop_orphans()
+    assert len(await bus.store.workloads.list()) == 3, "not before its time"
+    monkeypatch.setattr(service, "_ORPHANS_EVERY_S", 0.0)
+    await placement._drop_orphans()
+    assert len(await bus.store.workloads.list()) == 3
+    changed = msgspec.structs.replace(record, workload="default--changed--trainer", attempt=9)
+    await bus.store.workloads.put("default--changed--trainer", changed)
+    placement._duty = cast(Any, SimpleNamespace(held=False))
+    await placement._drop_orphans()
+    assert len(await bus.store.workloads.list()) == 3, "another replica's duty"
+    placement._duty.held = True  # type: ignore[misc]
+    await bus.store.workloads.put("default--changed--trainer", changed)
+    await placement._drop_orphans()
+    assert set(await bus.store.workloads.list()) == {"default--changed--trainer", "default--known--trainer"}
